@@ -1,0 +1,105 @@
+"""Every error that kvx raises on purpose. Each message says what was found, what was needed and what to do.
+
+KVXError
+ +- LayoutError (ValueError)           a shape, stride, block id or layout that cannot be used
+ +- SizingError (ValueError)           too little memory, or sizes that contradict each other
+ +- CacheStateError                    a cache call in a state that does not allow it
+ +- DriverError                        a memory call failed: `call`, `code`, `name`
+ |   +- OutOfDeviceMemory (MemoryError)    the device (or this process's memory limit) has no room for it
+ +- ConnectorError                     anything a transfer connector could not do
+ |   +- ConnectorUnavailable (ImportError)  its library is not installed: `hint` says what to install
+ |   +- ConnectorStateError            a connector call in a state that does not allow it
+ |   +- PeerMismatch                   the two engines cannot exchange KV: `field`, `ours`, `theirs`
+ |   +- HandshakeError                 the side channel got an unreadable, oversized or refused message
+ |   +- TransferError                  a transfer failed
+ |       +- TransferTimeout (TimeoutError)  no answer before the deadline
+ +- EngineError                        an engine process did not start, died, or is not a version kvx knows
+ +- DatasetError (ValueError)          a question file is missing or malformed: `line` says where
+ +- VerificationError                  answers, digests or counters do not agree
+"""
+
+from __future__ import annotations
+
+
+class KVXError(Exception):
+    """Base of all errors of kvx."""
+
+
+class LayoutError(KVXError, ValueError):
+    """A shape, stride, block id or layout that cannot be used."""
+
+
+class SizingError(KVXError, ValueError):
+    """Too little memory for what was asked, or sizes that contradict each other."""
+
+
+class CacheStateError(KVXError):
+    """A cache call in a state that does not allow it."""
+
+
+class DriverError(KVXError):
+    """A memory call failed: `call` is its name, `code` its status, `name` the status in words."""
+
+    def __init__(self, call: str, code: int, name: str, detail: str = "") -> None:
+        super().__init__(f"{call} failed with {name} ({code})" + (f": {detail}" if detail else ""))
+        self.call = call
+        self.code = code
+        self.name = name
+
+
+class OutOfDeviceMemory(DriverError, MemoryError):
+    """The device, or this process's memory limit, has no room for the allocation."""
+
+
+class ConnectorError(KVXError):
+    """Anything that a transfer connector could not do."""
+
+
+class ConnectorUnavailable(ConnectorError, ImportError):
+    """The connector's library is not installed; `hint` says what to install."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(f"{message}; to use it: {hint}")
+        self.hint = hint
+
+
+class ConnectorStateError(ConnectorError):
+    """A connector call in a state that does not allow it."""
+
+
+class PeerMismatch(ConnectorError):
+    """The two engines cannot exchange KV: `field` differs, `ours` here and `theirs` there."""
+
+    def __init__(self, field: str, ours: object, theirs: object, what_to_do: str = "start both engines alike") -> None:
+        super().__init__(f"{field} differs: here {ours!r}, at the peer {theirs!r}; {what_to_do}")
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+
+
+class HandshakeError(ConnectorError):
+    """The side channel got an unreadable, oversized or refused message, or no answer."""
+
+
+class TransferError(ConnectorError):
+    """A transfer failed."""
+
+
+class TransferTimeout(TransferError, TimeoutError):
+    """A transfer gave no answer before its deadline."""
+
+
+class EngineError(KVXError):
+    """An engine process did not start, died, or is not a version that kvx knows."""
+
+
+class DatasetError(KVXError, ValueError):
+    """A question file is missing or malformed; `line` (from 1) says where, 0 for the whole file."""
+
+    def __init__(self, message: str, line: int = 0) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+class VerificationError(KVXError):
+    """Answers, digests or counters of a verified run do not agree."""
