@@ -1,0 +1,1 @@
+"""Adapters from kvx to transfer libraries: one file each, and nothing else imports their SDKs."""

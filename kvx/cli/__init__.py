@@ -1,0 +1,1 @@
+"""The command line: `kvx verify` and `kvx bench pd`."""

