@@ -1,0 +1,1 @@
+"""Memory drivers: one file a device kind, one interface (`base.Driver`)."""
