@@ -68,4 +68,4 @@ class Driver(ABC):
 
     def synchronize(self) -> None:
         """Waits until the device has no work queued. A host has none."""
-        return  # noqa: RET501 - a default, not a missing body
+        return
