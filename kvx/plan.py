@@ -1,0 +1,326 @@
+"""plan(): which bytes of one engine's cache go where in another's, as runs.
+
+Two sides may differ in layout, block size, kernel block size and in the KV heads they hold. Everything is an offset
+from the reservation's base of its side; block lists are by position: entry i holds tokens [i * N, (i + 1) * N).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvx.errors import LayoutError, PeerMismatch
+from kvx.geometry import GroupGeometry, HeadRange, group_geometry, group_geometry_of_views
+
+__all__ = [
+    "GroupGeometry",
+    "HeadRange",
+    "Runs",
+    "check_compatible",
+    "group_geometry",
+    "group_geometry_of_views",
+    "plan",
+    "split_rows",
+]
+
+RUN_DTYPE: Final = np.dtype(
+    [
+        ("source", np.int64),
+        ("destination", np.int64),
+        ("length", np.int64),
+        ("source_stride", np.int64),
+        ("destination_stride", np.int64),
+        ("count", np.int64),
+    ]
+)
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Strided copies, one row each: `count` times `length` bytes, moving on by the strides. Offsets in bytes."""
+
+    array: NDArray[np.void]  # of RUN_DTYPE
+
+    @classmethod
+    def empty(cls) -> Runs:
+        return cls(np.empty(0, RUN_DTYPE))
+
+    @classmethod
+    def concat(cls, parts: Iterable[Runs]) -> Runs:
+        """All runs of `parts`, one part after the other."""
+        arrays = [part.array for part in parts]
+        return cls(np.concatenate(arrays)) if arrays else cls.empty()
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @property
+    def total_bytes(self) -> int:
+        return int((self.array["length"] * self.array["count"]).sum())
+
+    @property
+    def num_descriptors(self) -> int:
+        """Contiguous copies, which is what most transfer libraries take."""
+        return int(self.array["count"].sum())
+
+    def expand(self) -> Ints:
+        """Contiguous copies as rows [num_descriptors, 3]: source offset, destination offset, length."""
+        parts = [np.empty((0, 3), np.int64)]
+        for count in np.unique(self.array["count"]).tolist():
+            runs = self.array[self.array["count"] == count]
+            rows = np.empty((count, len(runs), 3), np.int64)
+            step = np.arange(count, dtype=np.int64)[:, None]
+            rows[:, :, 0] = runs["source"] + step * runs["source_stride"]
+            rows[:, :, 1] = runs["destination"] + step * runs["destination_stride"]
+            rows[:, :, 2] = runs["length"]
+            parts.append(rows.reshape(-1, 3))
+        return np.concatenate(parts)
+
+    def bounds(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """[first, end) byte touched on the source, and on the destination; zeros when there are no runs."""
+        if not len(self):
+            return (0, 0), (0, 0)
+        return self._bounds("source"), self._bounds("destination")
+
+    def _bounds(self, side: str) -> tuple[int, int]:
+        first = self.array[side]
+        last = first + (self.array["count"] - 1) * self.array[f"{side}_stride"]
+        return int(first.min()), int((last + self.array["length"]).max())
+
+
+def split_rows(rows: Ints, source_cuts: Sequence[int], destination_cuts: Sequence[int]) -> Ints:
+    """Cut rows [R, 3] so that none crosses a cut: offsets where one registered region ends and the next begins."""
+    for column, cuts in ((0, source_cuts), (1, destination_cuts)):
+        ordered = np.unique(np.asarray(cuts, np.int64))
+        while len(ordered):
+            following = np.searchsorted(ordered, rows[:, column], side="right")
+            cut = np.append(ordered, np.iinfo(np.int64).max)[following]
+            crossing = rows[:, column] + rows[:, 2] > cut
+            if not crossing.any():
+                break
+            head, tail = rows.copy(), rows[crossing]
+            kept = (cut - rows[:, column])[crossing]
+            head[crossing, 2] = kept
+            tail[:, :2] += kept[:, None]
+            tail[:, 2] -= kept
+            rows = np.concatenate([head, tail])
+    return rows
+
+
+class _Axis(NamedTuple):
+    """Equal steps of the copy, `steps` of them."""
+
+    steps: int
+    source_stride: int
+    destination_stride: int
+
+    def is_inside_block(self, source: GroupGeometry, destination: GroupGeometry) -> bool:
+        """Its steps stay inside a block, and so inside a segment, on both sides."""
+        inside_source = self.source_stride < source.block_stride_bytes
+        return inside_source and self.destination_stride < destination.block_stride_bytes
+
+    def offsets(self) -> Ints:
+        """[steps, 2]: source and destination offset of each step."""
+        return np.arange(self.steps, dtype=np.int64)[:, None] * np.array(self[1:], np.int64)
+
+
+class _Axes(NamedTuple):
+    """Heads and layers of a copy, inside a block and across segments; layers that form no axis as offsets [.., 2]."""
+
+    inner: list[_Axis]
+    outer: list[_Axis]
+    inner_offsets: Ints
+    outer_offsets: Ints
+
+
+def plan(
+    source: GroupGeometry,
+    source_blocks: ArrayLike,
+    destination: GroupGeometry,
+    destination_blocks: ArrayLike,
+    *,
+    first_token: int,
+    num_tokens: int,
+    source_num_blocks: int,
+    destination_num_blocks: int,
+) -> Runs:
+    """The longest contiguous runs that copy tokens [first_token, first_token + num_tokens) of one layer group.
+
+    A negative destination entry means that this block is not wanted. Only heads that both sides hold are copied.
+    `*_num_blocks` are the committed counts. LayoutError: a block id at or above its count, a destination list too
+    short or with a block twice. PeerMismatch (destination is ours): the groups differ, or the source lacks a block.
+    """
+    source_ids, destination_ids = _as_ids(source_blocks), _as_ids(destination_blocks)
+    _check_committed("source", source_ids, source_num_blocks)
+    _check_committed("destination", destination_ids, destination_num_blocks)
+    if first_token < 0 or num_tokens < 0:
+        raise LayoutError(f"cannot copy {num_tokens} tokens from token {first_token}; neither may be negative")
+    check_compatible(source, destination)
+    source.check_extent(source_num_blocks)
+    destination.check_extent(destination_num_blocks)
+    head = max(source.heads.start, destination.heads.start)
+    num_heads = min(source.heads.end, destination.heads.end) - head
+    if num_tokens == 0 or num_heads < 1:
+        return Runs.empty()
+    pieces = _pieces(source, source_ids, destination, destination_ids, first_token, first_token + num_tokens)
+    pieces[:, 0] += (head - source.heads.start) * source.head_stride_bytes
+    pieces[:, 1] += (head - destination.heads.start) * destination.head_stride_bytes
+    axes = _axes(source, destination, num_heads)
+    return _runs(_coalesced(_rows(pieces, axes, source, destination)), axes)
+
+
+def check_compatible(source: GroupGeometry, destination: GroupGeometry) -> None:
+    """PeerMismatch naming the first field in which two sides may not differ; the destination is "ours"."""
+    for field, theirs, ours in (
+        ("kind", source.kind, destination.kind),
+        ("layers", sorted(source.layers), sorted(destination.layers)),
+        ("dtype", source.dtype, destination.dtype),
+        ("content_bytes", source.content_bytes, destination.content_bytes),
+        ("heads.total", source.heads.total, destination.heads.total),
+        ("sliding_window_tokens", source.sliding_window_tokens, destination.sliding_window_tokens),
+    ):
+        if ours != theirs:
+            raise PeerMismatch(field, ours, theirs)
+
+
+def _as_ids(blocks: ArrayLike) -> Ints:
+    ids = np.asarray(blocks)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise LayoutError(f"a block list must be one-dimensional integers, found {ids.dtype} of shape {ids.shape}")
+    return ids.astype(np.int64, copy=False)
+
+
+def _check_committed(side: str, ids: Ints, num_blocks: int) -> None:
+    bad = ids >= num_blocks
+    if bad.any():
+        position = int(bad.argmax())
+        raise LayoutError(
+            f"{side} block {ids[position]} at position {position} is not committed; only {num_blocks} blocks are"
+        )
+
+
+def _pieces(
+    source: GroupGeometry, source_ids: Ints, destination: GroupGeometry, destination_ids: Ints, first: int, end: int
+) -> Ints:
+    """Rows [P, 3]: source offset, destination offset and tokens of every stretch inside one kernel block on each side.
+
+    Offsets are those of the first layer and head. Positions that the destination does not want are left out.
+    """
+    steps = sorted({source.kernel_block_size_tokens, destination.kernel_block_size_tokens})
+    if steps[-1] % steps[0] == 0:
+        del steps[1:]  # the finer kernel blocks bound the coarser ones too
+    bounds = [np.arange(first // step + 1, -(-end // step)) * step for step in steps]
+    starts = np.unique(np.concatenate([np.array([first]), *bounds]))
+    tokens = np.diff(starts, append=end)
+    position = starts // destination.block_size_tokens
+    if position[-1] >= len(destination_ids):
+        raise LayoutError(
+            f"tokens up to {end} need {int(position[-1]) + 1} destination blocks of {destination.block_size_tokens} "
+            f"tokens, the list has {len(destination_ids)}; write -1 for blocks that are not wanted"
+        )
+    wanted = destination_ids[position] >= 0
+    starts, tokens, position = starts[wanted], tokens[wanted], position[wanted]
+    _check_unique(destination_ids, position[np.flatnonzero(np.diff(position, prepend=-1))])
+    source_position = starts // source.block_size_tokens
+    absent = source_position >= len(source_ids)
+    absent |= source_ids[np.where(absent, 0, source_position)] < 0 if len(source_ids) else True
+    if absent.any():
+        index = int(absent.argmax())
+        raise PeerMismatch("blocks", f"token {starts[index]} wanted", f"no block at position {source_position[index]}")
+    return np.stack(
+        [
+            source.token_offsets(source_ids[source_position], starts),
+            destination.token_offsets(destination_ids[position], starts),
+            tokens,
+        ],
+        axis=1,
+    )
+
+
+def _check_unique(ids: Ints, positions: Ints) -> None:
+    values, counts = np.unique(ids[positions], return_counts=True)
+    if (counts > 1).any():
+        twice = values[counts > 1][0]
+        where = positions[ids[positions] == twice].tolist()
+        raise LayoutError(f"destination block {twice} would be written twice, for positions {where}")
+
+
+def _axes(source: GroupGeometry, destination: GroupGeometry, num_heads: int) -> _Axes:
+    """Sort heads and layers into axes inside a block and axes across segments.
+
+    An axis that crosses segments on either side never takes part in coalescing: a run must not leave its segment.
+    """
+    inner: list[_Axis] = []
+    outer: list[_Axis] = []
+    heads = _Axis(num_heads, source.head_stride_bytes, destination.head_stride_bytes)
+    (inner if heads.is_inside_block(source, destination) else outer).append(heads)
+    offsets = dict(zip(source.layers, source.layer_offsets_bytes, strict=True))
+    pairs = zip((offsets[layer] for layer in destination.layers), destination.layer_offsets_bytes, strict=True)
+    layers = np.array(sorted(pairs), np.int64)
+    steps = np.diff(layers, axis=0)
+    if len(layers) > 1 and (steps == steps[0]).all() and steps[0].min() > 0:
+        axis = _Axis(len(layers), *steps[0].tolist())
+        (inner if axis.is_inside_block(source, destination) else outer).append(axis)
+        return _Axes(inner, outer, layers[:1], np.zeros((1, 2), np.int64))
+    spread = _Axis(1, *np.ptp(layers, axis=0).tolist())
+    if spread.is_inside_block(source, destination):
+        return _Axes(inner, outer, layers, np.zeros((1, 2), np.int64))
+    return _Axes(inner, outer, np.zeros((1, 2), np.int64), layers)
+
+
+def _rows(pieces: Ints, axes: _Axes, source: GroupGeometry, destination: GroupGeometry) -> Ints:
+    """Contiguous rows [R, 3] of all pieces, for the first index of every axis across segments."""
+    parts = [np.empty((0, 3), np.int64)]
+    for tokens in np.flatnonzero(np.bincount(pieces[:, 2])).tolist():
+        inner = [_Axis(tokens, source.token_stride_bytes, destination.token_stride_bytes), *axes.inner]
+        length, rest = _contiguous(source.content_bytes, [axis for axis in inner if axis.steps > 1])
+        offsets = _spread(_spread(pieces[pieces[:, 2] == tokens, :2], axes.inner_offsets), *map(_Axis.offsets, rest))
+        parts.append(np.column_stack([offsets, np.full(len(offsets), length, np.int64)]))
+    return np.concatenate(parts)
+
+
+def _spread(offsets: Ints, *axes: Ints) -> Ints:
+    """Every sum of a row [.., 2] of `offsets` and one row of each axis."""
+    for axis in axes:
+        offsets = (offsets[:, None, :] + axis).reshape(-1, 2)
+    return offsets
+
+
+def _contiguous(length: int, axes: list[_Axis]) -> tuple[int, list[_Axis]]:
+    """Fold every axis that continues the contiguous bytes on both sides into `length`."""
+    while True:
+        folded = next((axis for axis in axes if axis.source_stride == axis.destination_stride == length), None)
+        if folded is None:
+            return length, axes
+        axes = [axis for axis in axes if axis is not folded]
+        length *= folded.steps
+
+
+def _coalesced(rows: Ints) -> Ints:
+    """Rows [R, 3] in source order, those that continue one another on both sides joined."""
+    source, destination, length = (np.ascontiguousarray(column) for column in rows.T)
+    if (np.diff(source) < 0).any():
+        order = np.argsort(source, kind="stable")
+        source, destination, length = source[order], destination[order], length[order]
+    joined = (source[1:] == source[:-1] + length[:-1]) & (destination[1:] == destination[:-1] + length[:-1])
+    first = np.flatnonzero(np.concatenate([np.ones(min(1, len(rows)), bool), ~joined]))
+    if len(first):
+        length = np.add.reduceat(length, first)
+    return np.stack([source[first], destination[first], length], axis=1)
+
+
+def _runs(rows: Ints, axes: _Axes) -> Runs:
+    """Rows repeated over the axes across segments: the longest of them as a stride, the others written out."""
+    *others, strided = sorted([_Axis(1, 0, 0), *axes.outer], key=lambda axis: axis.steps)
+    offsets = _spread(axes.outer_offsets, *map(_Axis.offsets, others))
+    runs = np.empty((len(offsets), len(rows)), RUN_DTYPE)
+    runs["source"] = offsets[:, :1] + rows[:, 0]
+    runs["destination"] = offsets[:, 1:] + rows[:, 1]
+    runs["length"] = rows[:, 2]
+    runs["count"], runs["source_stride"], runs["destination_stride"] = strided
+    return Runs(runs.reshape(-1))
