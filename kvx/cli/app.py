@@ -1,0 +1,190 @@
+"""The commands and their options."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import kvx
+from kvx.cli.show import ConsoleProgress, show_bench, show_verify
+from kvx.errors import EngineError, KVXError
+from kvx.layout import KVCacheLayout, require_block_compact
+from kvx.registry import connector_class
+from kvx.servers import require_known_vllm
+from kvx.verify.bench import BenchSettings, bench_pd
+from kvx.verify.engines import RunSettings
+from kvx.verify.model import default_model, require_model_folder
+from kvx.verify.questions import load_problems, own_problems, own_shots
+from kvx.verify.runner import VerifySettings, verify
+
+FAILED = 1
+INJECTIONS = ("flip-byte", "swap-blocks", "stale")
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+bench_app = typer.Typer(no_args_is_help=True, help="Measure kvx beside what vLLM has on board.")
+app.add_typer(bench_app, name="bench")
+
+_out = Console()
+_progress = Console(stderr=True)
+
+Model = Annotated[
+    Path | None, typer.Option(help="Checkpoint folder; by default SmolLM2-135M-Instruct, converted once.")
+]
+Connector = Annotated[str, typer.Option(help="Connectors of the kvx pair, separated by commas.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16. Answers are comparable in float32 only.")]
+BlockSize = Annotated[int, typer.Option(min=1, help="Tokens in one block.")]
+MaxModelLen = Annotated[int, typer.Option(min=2, help="Tokens of the longest request.")]
+KVSpace = Annotated[int, typer.Option(min=0, help="GiB that each engine may plan with on CPU; 0: leave it to vLLM.")]
+ExplicitSize = Annotated[int | None, typer.Option(min=1, help="Blocks per engine, instead of measuring.")]
+Layout = Annotated[str | None, typer.Option(help="KV cache layout; by default vLLM decides.")]
+FirstPort = Annotated[int, typer.Option(min=0, max=65535, help="First of five ports; 0: free ones are chosen.")]
+Logs = Annotated[Path | None, typer.Option(help="Folder for the engines' logs.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+    """An extensible KV cache and a connector framework for disaggregated LLM serving."""
+    if version:
+        typer.echo(f"kvx {kvx.__version__}")
+        raise typer.Exit
+
+
+@app.command("verify")
+def verify_command(
+    connector: Connector = "nixl",
+    dataset: Annotated[Path | None, typer.Option(help="gsm8k JSONL; by default kvx's own word problems.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Ask only the first so many questions.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the whole result there, as JSON.")] = None,
+    few_shot: Annotated[Path | None, typer.Option(help="gsm8k JSONL of worked examples; by default kvx's own.")] = None,
+    shots: Annotated[int, typer.Option(min=0, help="Worked examples before each question.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per answer at most.")] = 96,
+    concurrency: Annotated[int, typer.Option(min=1, help="Questions in flight.")] = 4,
+    judge_answers: Annotated[
+        bool, typer.Option(help="Fail when answers differ; without, judge the moved bytes only.")
+    ] = True,
+    inject: Annotated[str | None, typer.Option(help="A fault on purpose: flip-byte, swap-blocks or stale.")] = None,
+    model: Model = None,
+    dtype: Dtype = "float32",
+    block_size: BlockSize = 128,
+    max_model_len: MaxModelLen = 2048,
+    kv_space: KVSpace = 1,
+    explicit_size: ExplicitSize = None,
+    layout: Layout = None,
+    first_port: FirstPort = 0,
+    logs: Logs = None,
+) -> None:
+    """Prove that a prefill/decode pair with kvx answers byte for byte as one stock server does."""
+    problems = load_problems(dataset, limit) if dataset is not None else own_problems()[:limit]
+    examples = load_problems(few_shot, shots) if few_shot is not None and shots else own_shots()[:shots]
+    if inject is not None and inject not in INJECTIONS:
+        raise typer.BadParameter(f"{inject!r} is none of {', '.join(INJECTIONS)}", param_hint="--inject")
+    if report is not None:
+        _require_writable(report)
+    run = _run_settings(model, connector, dtype, block_size, max_model_len, kv_space, explicit_size, layout, first_port)
+    settings = VerifySettings(
+        run=run,
+        problems=problems,
+        shots=examples,
+        max_tokens=max_tokens,
+        concurrency=concurrency,
+        judge_answers=judge_answers,
+        logs=logs,
+    )
+    with ConsoleProgress(_progress) as progress:
+        found = verify(settings, progress)
+    _write(report, found)
+    show_verify(_out, found)
+    raise typer.Exit(0 if found["passed"] else FAILED)
+
+
+@bench_app.command("pd")
+def bench_pd_command(
+    connector: Connector = "nixl",
+    pairs: Annotated[int, typer.Option(min=1, help="Alternations of the two pairs that count.")] = 7,
+    requests: Annotated[int, typer.Option(min=1, help="Requests to each pair in one alternation.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 384,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 16,
+    json_file: Annotated[Path | None, typer.Option("--json", "--report", help="Write the whole result there, as JSON.")] = None,
+    model: Model = None,
+    dtype: Dtype = "float32",
+    block_size: BlockSize = 128,
+    max_model_len: MaxModelLen = 2048,
+    kv_space: KVSpace = 1,
+    explicit_size: ExplicitSize = None,
+    first_port: FirstPort = 0,
+    logs: Logs = None,
+) -> None:
+    """Time to first token, between tokens and of the hand-off: a kvx pair beside a stock NixlConnector pair."""
+    if prompt_tokens + new_tokens > max_model_len:
+        raise typer.BadParameter("prompt and answer do not fit into --max-model-len", param_hint="--prompt-tokens")
+    if json_file is not None:
+        _require_writable(json_file)
+    run = _run_settings(model, connector, dtype, block_size, max_model_len, kv_space, explicit_size, None, first_port)
+    settings = BenchSettings(
+        run=run, pairs=pairs, requests=requests, prompt_tokens=prompt_tokens, new_tokens=new_tokens, logs=logs
+    )
+    with ConsoleProgress(_progress) as progress:
+        found = bench_pd(settings, progress)
+    _write(json_file, found)
+    show_bench(_out, found)
+
+
+def run() -> None:
+    """Entry point: kvx's own errors end with one sentence and status 1, Ctrl-C with 130."""
+    try:
+        app()
+    except KVXError as error:
+        _progress.print(f"kvx: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(FAILED)
+
+
+def _run_settings(
+    model: Path | None,
+    connector: str,
+    dtype: str,
+    block_size: int,
+    max_model_len: int,
+    kv_space: int,
+    explicit_size: int | None,
+    layout: str | None,
+    first_port: int,
+) -> RunSettings:
+    """Check everything that can be checked before the first engine starts."""
+    require_known_vllm()
+    names = tuple(name.strip() for name in connector.split(",") if name.strip())
+    for name in names:
+        connector_class(name)
+    wanted = layout or os.environ.get("VLLM_KV_CACHE_LAYOUT")
+    if wanted:
+        require_block_compact(KVCacheLayout.parse(wanted))
+    return RunSettings(
+        model=require_model_folder(model.resolve()) if model is not None else default_model(),
+        connectors=names,
+        dtype=dtype,
+        block_size_tokens=block_size,
+        max_model_len_tokens=max_model_len,
+        kv_space_gib=kv_space or None,
+        explicit_blocks=explicit_size,
+        layout=layout,
+        first_port=first_port,
+    )
+
+
+def _require_writable(path: Path) -> None:
+    """Trigger of EngineError: the file cannot be written; better known before half an hour of work than after."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise EngineError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _write(path: Path | None, found: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,125 @@
+"""The engine settings of a run: a stock baseline, a kvx pair, and a pair with vLLM's own NixlConnector."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvx.errors import EngineError
+from kvx.servers import EngineSettings, free_ports, require_free_port, share_cores
+
+HOST = "127.0.0.1"
+PREFILL, DECODE = "prefill", "decode"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What all engines of a run share. `first_port` 0: free ports are chosen."""
+
+    model: Path
+    connectors: tuple[str, ...] = ("nixl",)
+    dtype: str = "float32"
+    block_size_tokens: int = 128
+    max_model_len_tokens: int = 2048
+    max_num_seqs: int = 8
+    kv_space_gib: int | None = 1
+    explicit_blocks: int | None = None
+    layout: str | None = None
+    inject: str | None = None
+    first_port: int = 0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill and a decode engine, and the side channel port of each."""
+
+    prefill: EngineSettings
+    decode: EngineSettings
+    prefill_side_port: int
+    decode_side_port: int
+
+    @property
+    def engines(self) -> tuple[EngineSettings, EngineSettings]:
+        return self.prefill, self.decode
+
+
+def baseline(run: RunSettings) -> EngineSettings:
+    """One stock server without any plug-in, on as many cores as each engine of a pair has."""
+    return replace(
+        _engine(run, "baseline", _ports(run, 1)[0]),
+        cores=share_cores(2)[0],
+        environment={**_layout_environment(run), "VLLM_PLUGINS": ""},
+    )
+
+
+def kvx_pair(run: RunSettings, *, digests: bool, environment: dict[str, str] | None = None) -> Pair:
+    """A prefill/decode pair with the plug-in and the bridge; `digests` of everything that is moved, or of nothing."""
+    ports = _ports(run, 4)
+    engines = []
+    for role, port, side_port, cores in zip((PREFILL, DECODE), ports[:2], ports[2:], share_cores(2), strict=True):
+        extra: dict[str, Any] = {"connectors": list(run.connectors), "side_channel_host": HOST}
+        extra |= {"side_channel_port": side_port, "verify": "all" if digests else "off"}
+        if run.inject is not None:
+            extra["inject"] = run.inject
+        transfer = _transfer("KvxConnector", role, extra) | {"kv_connector_module_path": "kvx.vllm.bridge"}
+        variables = {**_layout_environment(run), "VLLM_PLUGINS": "kvx", **(environment or {})}
+        engine = _engine(run, role, port)
+        engines.append(replace(engine, cores=cores, kv_transfer=transfer, environment=variables))
+    return Pair(engines[0], engines[1], ports[2], ports[3])
+
+
+def stock_pair(run: RunSettings, *, environment: dict[str, str] | None = None) -> Pair:
+    """A prefill/decode pair with vLLM's own NixlConnector on vLLM's own cache. The plug-in only times hand-offs."""
+    ports = _ports(run, 4)
+    engines = []
+    for role, port, side_port, cores in zip((PREFILL, DECODE), ports[:2], ports[2:], share_cores(2), strict=True):
+        variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
+        variables |= {"VLLM_PLUGINS": "kvx", **(environment or {})}
+        transfer = _transfer("NixlConnector", role, {})
+        engine = _engine(run, f"stock-{role}", port)
+        engines.append(replace(engine, cores=cores, kv_transfer=transfer, environment=variables))
+    return Pair(engines[0], engines[1], ports[2], ports[3])
+
+
+def _engine(run: RunSettings, name: str, port: int) -> EngineSettings:
+    return EngineSettings(
+        name=name,
+        model=run.model,
+        port=port,
+        host=HOST,
+        dtype=run.dtype,
+        block_size_tokens=run.block_size_tokens,
+        max_model_len_tokens=run.max_model_len_tokens,
+        max_num_seqs=run.max_num_seqs,
+        explicit_blocks=run.explicit_blocks,
+        kv_space_gib=run.kv_space_gib,
+    )
+
+
+def _transfer(connector: str, role: str, extra: dict[str, Any]) -> dict[str, Any]:
+    engine_id = f"{role}-{uuid.uuid4().hex[:8]}"
+    return {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "engine_id": engine_id,
+        "kv_connector_extra_config": extra,
+    }
+
+
+def _layout_environment(run: RunSettings) -> dict[str, str]:
+    return {} if run.layout is None else {"VLLM_KV_CACHE_LAYOUT": run.layout}
+
+
+def _ports(run: RunSettings, count: int) -> Sequence[int]:
+    """Ports that are free now, else EngineError naming the first that is not."""
+    if run.first_port == 0:
+        return free_ports(count)
+    ports = range(run.first_port, run.first_port + count)
+    if ports[-1] > 65535:
+        raise EngineError(f"port {run.first_port} leaves no room for {count} ports below 65536; give a lower one")
+    for port in ports:
+        require_free_port(HOST, port)
+    return ports

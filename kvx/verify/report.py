@@ -1,0 +1,185 @@
+"""What a verified run found, and every condition it must meet. Pure: no engine, no clock, no file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvx.verify.client import Answer
+from kvx.verify.questions import Problem, is_correct
+
+PROMPT_TOKENS = "vllm:prompt_tokens_total"
+LOCAL_HITS = "vllm:prompt_tokens_by_source_total{source=local_cache_hit}"
+EXTERNAL_HITS = "vllm:prompt_tokens_by_source_total{source=external_kv_transfer}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where two answers to question `index` (from 0) differ."""
+
+    index: int
+    what: str
+    position: int
+    baseline: str
+    candidate: str
+
+    def sentence(self) -> str:
+        where = f" at {self.position}" if self.position >= 0 else ""
+        return f"question {self.index}: {self.what}{where}: baseline {self.baseline}, candidate {self.candidate}"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One thing that must hold. Failing any of them fails the run."""
+
+    name: str
+    holds: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that a run brought home: answers by question, each engine's status, and decode's own counters."""
+
+    problems: Sequence[Problem]
+    baseline: Sequence[Answer]
+    candidate: Sequence[Answer]
+    engines: Mapping[str, Mapping[str, Any]]  # role -> status from the side channel
+    decode_counters: Mapping[str, float]
+    judge_answers: bool = True
+
+
+def first_difference(index: int, baseline: Answer, candidate: Answer) -> Difference | None:
+    """Compare two answers byte for byte: errors, prompt token ids, token ids, text, and why they ended."""
+    if baseline.error or candidate.error:
+        return Difference(index, "no answer", -1, baseline.error or "answered", candidate.error or "answered")
+    for what, ours, theirs in (
+        ("prompt token ids", baseline.prompt_tokens, candidate.prompt_tokens),
+        ("token ids", baseline.tokens, candidate.tokens),
+        ("text", baseline.text.encode(), candidate.text.encode()),
+    ):
+        if ours != theirs:
+            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
+            at = min(len(ours), len(theirs)) if at < 0 else at
+            return Difference(index, what, at, _item(ours, at), _item(theirs, at))
+    if not baseline.tokens:
+        return Difference(index, "no tokens", -1, repr(baseline.text), repr(candidate.text))
+    if baseline.finish_reason != candidate.finish_reason:
+        return Difference(index, "finish reason", -1, baseline.finish_reason, candidate.finish_reason)
+    return None
+
+
+def build(findings: Findings) -> dict[str, Any]:
+    """The report, JSON-able, with `conditions` and `passed`."""
+    pairs = list(zip(findings.baseline, findings.candidate, strict=True))
+    differences = [d for i, (a, b) in enumerate(pairs) if (d := first_difference(i, a, b)) is not None]
+    report: dict[str, Any] = {
+        "questions": len(findings.problems),
+        "identical": len(pairs) - len(differences),
+        "accuracy": {
+            "baseline": _accuracy(findings.problems, findings.baseline),
+            "candidate": _accuracy(findings.problems, findings.candidate),
+        },
+        "transfer": _transfer(findings),
+        "external_hits": _external_hits(findings),
+        "digests": _digests(findings.engines),
+        "engines": {role: dict(status) for role, status in findings.engines.items()},
+        "differences": [difference.__dict__ for difference in differences],
+    }
+    conditions = list(_conditions(report, findings))
+    report["conditions"] = [condition.__dict__ for condition in conditions]
+    report["passed"] = all(condition.holds for condition in conditions)
+    return report
+
+
+def _accuracy(problems: Sequence[Problem], answers: Sequence[Answer]) -> float:
+    correct = sum(is_correct(answer.text, problem) for problem, answer in zip(problems, answers, strict=True))
+    return round(correct / len(problems), 4) if problems else 0.0
+
+
+def _transfer(findings: Findings) -> dict[str, Any]:
+    """Sums over both engines; a fallback is a request that was answered without all its blocks being handed off."""
+    parts = [status.get("transfer", {}) for status in findings.engines.values()]
+    total = {key: sum(part.get(key, 0) for part in parts) for key in ("bytes", "blocks", "count", "failed")}
+    answered = sum(not answer.error for answer in findings.candidate)
+    return {**total, "fallbacks": max(0, answered - total["count"]) + total["failed"]}
+
+
+def _external_hits(findings: Findings) -> dict[str, Any]:
+    """Expected: every prompt token that decode had not cached itself. Observed: vLLM's count of tokens loaded."""
+    asked = sum(len(answer.prompt_tokens) for answer in findings.candidate)
+    return {
+        "expected": asked - int(findings.decode_counters.get(LOCAL_HITS, 0)),
+        "observed": int(findings.decode_counters.get(EXTERNAL_HITS, 0)),
+        "local": int(findings.decode_counters.get(LOCAL_HITS, 0)),
+        "prompt_tokens": asked,
+    }
+
+
+def _digests(engines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    parts = [status.get("digests", {}) for status in engines.values()]
+    return {
+        "checked": sum(part.get("checked", 0) for part in parts),
+        "mismatched": sum(part.get("mismatched", 0) for part in parts),
+        "mismatches": [mismatch for part in parts for mismatch in part.get("mismatches", ())],
+    }
+
+
+def _conditions(report: Mapping[str, Any], findings: Findings) -> Iterator[Condition]:
+    questions, identical = report["questions"], report["identical"]
+    if findings.judge_answers:
+        holds = identical == questions > 0
+        yield Condition("answers identical", holds, f"{identical} of {questions}")
+    else:
+        answered = sum(not answer.error for answer in findings.candidate)
+        yield Condition("questions answered", answered == questions > 0, f"{answered} of {questions}")
+    transfer, hits, digests = report["transfer"], report["external_hits"], report["digests"]
+    yield Condition("blocks were moved", transfer["bytes"] > 0 < transfer["blocks"], f"{transfer['bytes']} bytes")
+    yield Condition("no fallbacks", transfer["fallbacks"] == 0, f"{transfer['fallbacks']}")
+    hits_agree = hits["expected"] == hits["observed"] > 0
+    yield Condition(
+        "external hits as expected", hits_agree, f"{hits['observed']} observed, {hits['expected']} expected"
+    )
+    yield Condition("digests checked", digests["checked"] > 0, f"{digests['checked']}")
+    yield Condition("digests agree", digests["mismatched"] == 0, _mismatch_detail(digests))
+    if not findings.engines:
+        yield Condition("engines answered for themselves", False, "no status came over the side channel")
+    for role, status in findings.engines.items():
+        yield from _cache_conditions(role, status.get("cache", {}))
+        expired = status.get("handoff", {}).get("expired", -1)
+        yield Condition(f"{role}: no hold expired", expired == 0, f"{expired}")
+        held = status.get("handoff", {}).get("holds", -1)
+        yield Condition(f"{role}: nothing held at the end", held == 0, f"{held}")
+
+
+def _cache_conditions(role: str, cache: Mapping[str, Any]) -> Iterator[Condition]:
+    """How the engine's cache grew: -1 stands for a number that the engine did not give, and never passes."""
+    warm, final = cache.get("blocks_at_warmup", -1), cache.get("blocks_final", -1)
+    yield Condition(f"{role}: cache grew after warm-up", 0 < warm < final, f"{warm} -> {final} blocks")
+    for key, name in (
+        ("base_address_unchanged", "base address unchanged"),
+        ("connector_opened_after_extend", "connector opened after the extend"),
+    ):
+        yield Condition(f"{role}: {name}", cache.get(key) is True, str(cache.get(key)))
+    registered, committed, reserved = (
+        cache.get(f"{name}_bytes", -1) for name in ("registered", "committed", "reserved")
+    )
+    inside = 0 < registered <= committed < reserved
+    detail = f"registered {registered}, committed {committed}, reserved {reserved}"
+    yield Condition(f"{role}: only committed bytes registered", inside, detail)
+
+
+def _mismatch_detail(digests: Mapping[str, Any]) -> str:
+    """`0 of 120`, or the first mismatches by request, layer group and position."""
+    if not digests["mismatched"]:
+        return f"0 of {digests['checked']} differ"
+    named = [
+        f"request {m.get('request')}, layer group {m.get('layer_group')}, position {m.get('position')}"
+        for m in digests["mismatches"][:3]
+    ]
+    return f"{digests['mismatched']} of {digests['checked']} differ: " + "; ".join(named)
+
+
+def _item(values: Sequence[Any], at: int) -> str:
+    return str(values[at]) if at < len(values) else "the end"

@@ -1,0 +1,177 @@
+"""A byte-identity run: ask one stock server, stop it, ask a kvx pair the same, and report what differs.
+
+The baseline and the pair run one after the other, so that the run needs the memory of two engines, not of three.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import kvx
+from kvx.errors import HandshakeError
+from kvx.handshake import request_status
+from kvx.servers import Server, Servers
+from kvx.verify import engines, report
+from kvx.verify.client import Answer, Ask, Client
+from kvx.verify.questions import STOP, Problem, prompt
+
+SETTLE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifySettings:
+    """One verified run: the engines, the questions, and how they are asked."""
+
+    run: engines.RunSettings
+    problems: Sequence[Problem]
+    shots: Sequence[Problem] = ()
+    max_tokens: int = 128
+    concurrency: int = 4
+    judge_answers: bool = True
+    logs: Path | None = None
+
+
+class Progress(Protocol):
+    """Where a run says how far it is."""
+
+    def stage(self, text: str) -> None: ...
+
+    def waiting(self, server: Server, seconds: float) -> None: ...
+
+    def answered(self, done: int, total: int) -> None: ...
+
+
+def verify(settings: VerifySettings, progress: Progress) -> dict[str, Any]:
+    """Run both sides and return the report. Engines that do not start raise EngineError; answers never raise."""
+    started_s = time.monotonic()
+    asks = [_ask(settings, index) for index in range(len(settings.problems))]
+    with Servers(settings.logs) as servers:
+        servers.watch_memory()
+        baseline = _ask_baseline(settings, servers, asks, progress)
+        candidate, statuses, counters = _ask_pair(settings, servers, asks, progress)
+        findings = report.Findings(
+            problems=settings.problems,
+            baseline=baseline,
+            candidate=candidate,
+            engines=statuses,
+            decode_counters=counters,
+            judge_answers=settings.judge_answers,
+        )
+        peak_bytes = servers.peak_memory_bytes
+    return {
+        "kvx": kvx.__version__,
+        "settings": _described(settings),
+        **report.build(findings),
+        "duration_s": round(time.monotonic() - started_s, 1),
+        "memory": {"peak_bytes": peak_bytes},
+        "answers": [
+            {"question": p.question, "gold": p.gold, "baseline": a.__dict__, "candidate": b.__dict__}
+            for p, a, b in zip(settings.problems, baseline, candidate, strict=True)
+        ],
+    }
+
+
+def _ask(settings: VerifySettings, index: int) -> Ask:
+    text = prompt(settings.problems[index], settings.shots)
+    return Ask(request_id=f"question-{index}", prompt=text, max_tokens=settings.max_tokens, stop=STOP)
+
+
+def _ask_baseline(
+    settings: VerifySettings, servers: Servers, asks: Sequence[Ask], progress: Progress
+) -> Sequence[Answer]:
+    progress.stage("baseline: starting one stock server")
+    server = servers.start(engines.baseline(settings.run))
+    servers.wait_healthy(waiting=progress.waiting)
+    progress.stage("baseline: asking")
+    client = Client()
+    try:
+        answers = _ask_all(settings, asks, lambda ask: client.ask_single(server.url, ask), server.check, progress)
+    finally:
+        client.close()
+    servers.stop_all()
+    return answers
+
+
+def _ask_pair(
+    settings: VerifySettings, servers: Servers, asks: Sequence[Ask], progress: Progress
+) -> tuple[Sequence[Answer], dict[str, dict[str, Any]], dict[str, float]]:
+    progress.stage("candidate: starting a prefill and a decode server")
+    pair = engines.kvx_pair(settings.run, digests=True)
+    prefill, decode = (servers.start(engine) for engine in pair.engines)
+    servers.wait_healthy(waiting=progress.waiting)
+    progress.stage("candidate: asking")
+
+    def check() -> None:
+        prefill.check()
+        decode.check()
+
+    client = Client()
+    try:
+        ask_one = lambda ask: client.ask_pair(prefill.url, decode.url, ask)  # noqa: E731
+        answers = _ask_all(settings, asks, ask_one, check, progress)
+        statuses = _settled_statuses(pair)
+        counters = client.counters(decode.url)
+    finally:
+        client.close()
+    servers.stop_all()
+    return answers, statuses, counters
+
+
+def _ask_all(
+    settings: VerifySettings,
+    asks: Sequence[Ask],
+    ask_one: Callable[[Ask], Answer],
+    check: Callable[[], None],
+    progress: Progress,
+) -> list[Answer]:
+    """Ask everything, `concurrency` at a time; raise EngineError as soon as an engine has ended."""
+    answers: list[Answer] = []
+    with ThreadPoolExecutor(settings.concurrency, thread_name_prefix="kvx-ask") as pool:
+        try:
+            for answer in pool.map(ask_one, asks):
+                if answer.error:
+                    check()
+                answers.append(answer)
+                progress.answered(len(answers), len(asks))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return answers
+
+
+def _settled_statuses(pair: engines.Pair) -> dict[str, dict[str, Any]]:
+    """Each engine's status once nothing is held any more, or as it is after SETTLE_S seconds."""
+    deadline_s = time.monotonic() + SETTLE_S
+    ports = {engines.PREFILL: pair.prefill_side_port, engines.DECODE: pair.decode_side_port}
+    while True:
+        try:
+            found = {role: request_status(engines.HOST, port) for role, port in ports.items()}
+        except HandshakeError:
+            if time.monotonic() > deadline_s:
+                return {}
+            continue
+        if not any(status["handoff"]["holds"] for status in found.values()) or time.monotonic() > deadline_s:
+            return found
+        time.sleep(0.1)
+
+
+def _described(settings: VerifySettings) -> dict[str, Any]:
+    run = settings.run
+    return {
+        "model": run.model.name,
+        "connectors": list(run.connectors),
+        "dtype": run.dtype,
+        "block_size_tokens": run.block_size_tokens,
+        "max_model_len_tokens": run.max_model_len_tokens,
+        "explicit_blocks": run.explicit_blocks,
+        "inject": run.inject,
+        "shots": len(settings.shots),
+        "max_tokens": settings.max_tokens,
+        "concurrency": settings.concurrency,
+        "answers_judged": settings.judge_answers,
+    }
