@@ -192,9 +192,14 @@ class GroupGeometry:
 
         The layer's own offset is not in it.
         """
+        offsets = ids * self.block_stride_bytes
         token, kernel = tokens % self.block_size_tokens, self.kernel_block_size_tokens
-        inside = token // kernel * self.kernel_block_stride_bytes + token % kernel * self.token_stride_bytes
-        return ids * self.block_stride_bytes + inside
+        if kernel < self.block_size_tokens:
+            offsets += token // kernel * self.kernel_block_stride_bytes
+            token %= kernel
+        token *= self.token_stride_bytes
+        offsets += token
+        return offsets
 
     def to_wire(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and integers, for msgpack."""

@@ -69,17 +69,15 @@ class Runs:
         return int(self.array["count"].sum())
 
     def expand(self) -> Ints:
-        """Contiguous copies as rows [num_descriptors, 3]: source offset, destination offset, length."""
-        parts = [np.empty((0, 3), np.int64)]
-        for count in np.unique(self.array["count"]).tolist():
-            runs = self.array[self.array["count"] == count]
-            rows = np.empty((count, len(runs), 3), np.int64)
-            step = np.arange(count, dtype=np.int64)[:, None]
-            rows[:, :, 0] = runs["source"] + step * runs["source_stride"]
-            rows[:, :, 1] = runs["destination"] + step * runs["destination_stride"]
-            rows[:, :, 2] = runs["length"]
-            parts.append(rows.reshape(-1, 3))
-        return np.concatenate(parts)
+        """Contiguous copies as rows [num_descriptors, 3]: source offset, destination offset, length.
+
+        Each column is contiguous in memory, and neighbours in the destination mostly follow one another.
+        """
+        counts = self.array["count"]
+        if not len(self) or (counts == counts[0]).all():
+            return _expanded(self.array)
+        parts = [_expanded(self.array[counts == count]) for count in np.unique(counts)]
+        return np.concatenate([part.T for part in parts], axis=1).T
 
     def bounds(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """[first, end) byte touched on the source, and on the destination; zeros when there are no runs."""
@@ -91,6 +89,17 @@ class Runs:
         first = self.array[side]
         last = first + (self.array["count"] - 1) * self.array[f"{side}_stride"]
         return int(first.min()), int((last + self.array["length"]).max())
+
+
+def _expanded(array: NDArray[np.void]) -> Ints:
+    """Runs of one common count as rows [R, 3]."""
+    count = int(array["count"][0]) if len(array) else 1
+    columns = np.empty((3, count, len(array)), np.int64)
+    step = np.arange(count)[:, None]
+    columns[0] = array["source"] + step * array["source_stride"]
+    columns[1] = array["destination"] + step * array["destination_stride"]
+    columns[2] = array["length"]
+    return columns.reshape(3, -1).T
 
 
 def split_rows(rows: Ints, source_cuts: Sequence[int], destination_cuts: Sequence[int]) -> Ints:
@@ -125,12 +134,13 @@ class _Axis(NamedTuple):
         return inside_source and self.destination_stride < destination.block_stride_bytes
 
     def offsets(self) -> Ints:
-        """[steps, 2]: source and destination offset of each step."""
-        return np.arange(self.steps, dtype=np.int64)[:, None] * np.array(self[1:], np.int64)
+        """[2, steps]: source and destination offset of each step."""
+        strides = np.array([[self.source_stride], [self.destination_stride]], np.int64)
+        return strides * np.arange(self.steps)
 
 
 class _Axes(NamedTuple):
-    """Heads and layers of a copy, inside a block and across segments; layers that form no axis as offsets [.., 2]."""
+    """Heads and layers of a copy, inside a block and across segments; layers that form no axis as offsets [2, ..]."""
 
     inner: list[_Axis]
     outer: list[_Axis]
@@ -168,10 +178,15 @@ def plan(
     if num_tokens == 0 or num_heads < 1:
         return Runs.empty()
     pieces = _pieces(source, source_ids, destination, destination_ids, first_token, first_token + num_tokens)
-    pieces[:, 0] += (head - source.heads.start) * source.head_stride_bytes
-    pieces[:, 1] += (head - destination.heads.start) * destination.head_stride_bytes
+    pieces[0] += (head - source.heads.start) * source.head_stride_bytes
+    pieces[1] += (head - destination.heads.start) * destination.head_stride_bytes
     axes = _axes(source, destination, num_heads)
-    return _runs(_coalesced(_rows(pieces, axes, source, destination)), axes)
+    rows = _in_destination_order(_rows(pieces, axes, source, destination))
+    if (np.diff(rows[1]) < rows[2, :-1]).any():
+        ids, counts = np.unique(destination_ids, return_counts=True)
+        twice = ids[(counts > 1) & (ids >= 0)].tolist()
+        raise LayoutError(f"destination blocks {twice} stand at more than one position; each may be written once")
+    return _runs(_coalesced(rows), axes)
 
 
 def check_compatible(source: GroupGeometry, destination: GroupGeometry) -> None:
@@ -196,9 +211,8 @@ def _as_ids(blocks: ArrayLike) -> Ints:
 
 
 def _check_committed(side: str, ids: Ints, num_blocks: int) -> None:
-    bad = ids >= num_blocks
-    if bad.any():
-        position = int(bad.argmax())
+    if ids.size and ids.max() >= num_blocks:
+        position = int((ids >= num_blocks).argmax())
         raise LayoutError(
             f"{side} block {ids[position]} at position {position} is not committed; only {num_blocks} blocks are"
         )
@@ -207,47 +221,49 @@ def _check_committed(side: str, ids: Ints, num_blocks: int) -> None:
 def _pieces(
     source: GroupGeometry, source_ids: Ints, destination: GroupGeometry, destination_ids: Ints, first: int, end: int
 ) -> Ints:
-    """Rows [P, 3]: source offset, destination offset and tokens of every stretch inside one kernel block on each side.
+    """[3, P]: source offset, destination offset and tokens of every stretch inside one kernel block on both sides.
 
     Offsets are those of the first layer and head. Positions that the destination does not want are left out.
     """
-    steps = sorted({source.kernel_block_size_tokens, destination.kernel_block_size_tokens})
-    if steps[-1] % steps[0] == 0:
-        del steps[1:]  # the finer kernel blocks bound the coarser ones too
-    bounds = [np.arange(first // step + 1, -(-end // step)) * step for step in steps]
-    starts = np.unique(np.concatenate([np.array([first]), *bounds]))
-    tokens = np.diff(starts, append=end)
-    position = starts // destination.block_size_tokens
-    if position[-1] >= len(destination_ids):
+    needed = -(-end // destination.block_size_tokens)
+    if needed > len(destination_ids):
         raise LayoutError(
-            f"tokens up to {end} need {int(position[-1]) + 1} destination blocks of {destination.block_size_tokens} "
-            f"tokens, the list has {len(destination_ids)}; write -1 for blocks that are not wanted"
+            f"tokens up to {end} need {needed} destination blocks of {destination.block_size_tokens} tokens, "
+            f"the list has {len(destination_ids)}; write -1 for blocks that are not wanted"
         )
-    wanted = destination_ids[position] >= 0
-    starts, tokens, position = starts[wanted], tokens[wanted], position[wanted]
-    _check_unique(destination_ids, position[np.flatnonzero(np.diff(position, prepend=-1))])
-    source_position = starts // source.block_size_tokens
-    absent = source_position >= len(source_ids)
-    absent |= source_ids[np.where(absent, 0, source_position)] < 0 if len(source_ids) else True
-    if absent.any():
-        index = int(absent.argmax())
-        raise PeerMismatch("blocks", f"token {starts[index]} wanted", f"no block at position {source_position[index]}")
+    starts = _starts(source.kernel_block_size_tokens, destination.kernel_block_size_tokens, first, end)
+    tokens = np.diff(starts, append=end)
+    ids = destination_ids[starts // destination.block_size_tokens]
+    if ids.min() < 0:
+        wanted = ids >= 0
+        starts, tokens, ids = starts[wanted], tokens[wanted], ids[wanted]
     return np.stack(
         [
-            source.token_offsets(source_ids[source_position], starts),
-            destination.token_offsets(destination_ids[position], starts),
+            source.token_offsets(_source_ids(source, source_ids, starts), starts),
+            destination.token_offsets(ids, starts),
             tokens,
-        ],
-        axis=1,
+        ]
     )
 
 
-def _check_unique(ids: Ints, positions: Ints) -> None:
-    values, counts = np.unique(ids[positions], return_counts=True)
-    if (counts > 1).any():
-        twice = values[counts > 1][0]
-        where = positions[ids[positions] == twice].tolist()
-        raise LayoutError(f"destination block {twice} would be written twice, for positions {where}")
+def _starts(source_step: int, destination_step: int, first: int, end: int) -> Ints:
+    """First token of every stretch of [first, end) that crosses no multiple of either step."""
+    fine, coarse = sorted((source_step, destination_step))
+    starts = np.arange(first // fine * fine, end, fine)
+    starts[0] = first
+    if coarse % fine:
+        starts = np.union1d(starts, np.arange((first // coarse + 1) * coarse, end, coarse))
+    return starts
+
+
+def _source_ids(source: GroupGeometry, ids: Ints, starts: Ints) -> Ints:
+    """The source's block of each stretch; PeerMismatch when it has none."""
+    positions = starts // source.block_size_tokens
+    known = ids[positions[positions < len(ids)]]
+    if len(known) < len(positions) or (len(known) and known.min() < 0):
+        absent = int(np.append(known < 0, True).argmax())
+        raise PeerMismatch("blocks", f"token {starts[absent]} wanted", f"no block at position {positions[absent]}")
+    return known
 
 
 def _axes(source: GroupGeometry, destination: GroupGeometry, num_heads: int) -> _Axes:
@@ -261,33 +277,33 @@ def _axes(source: GroupGeometry, destination: GroupGeometry, num_heads: int) -> 
     (inner if heads.is_inside_block(source, destination) else outer).append(heads)
     offsets = dict(zip(source.layers, source.layer_offsets_bytes, strict=True))
     pairs = zip((offsets[layer] for layer in destination.layers), destination.layer_offsets_bytes, strict=True)
-    layers = np.array(sorted(pairs), np.int64)
-    steps = np.diff(layers, axis=0)
-    if len(layers) > 1 and (steps == steps[0]).all() and steps[0].min() > 0:
-        axis = _Axis(len(layers), *steps[0].tolist())
+    layers = np.array(sorted(pairs), np.int64).T
+    steps, none = np.diff(layers), np.zeros((2, 1), np.int64)
+    if steps.size and (steps == steps[:, :1]).all() and steps.min() > 0:
+        axis = _Axis(layers.shape[1], *steps[:, 0].tolist())
         (inner if axis.is_inside_block(source, destination) else outer).append(axis)
-        return _Axes(inner, outer, layers[:1], np.zeros((1, 2), np.int64))
-    spread = _Axis(1, *np.ptp(layers, axis=0).tolist())
-    if spread.is_inside_block(source, destination):
-        return _Axes(inner, outer, layers, np.zeros((1, 2), np.int64))
-    return _Axes(inner, outer, np.zeros((1, 2), np.int64), layers)
+        return _Axes(inner, outer, layers[:, :1], none)
+    if _Axis(1, *np.ptp(layers, axis=1).tolist()).is_inside_block(source, destination):
+        return _Axes(inner, outer, layers, none)
+    return _Axes(inner, outer, none, layers)
 
 
 def _rows(pieces: Ints, axes: _Axes, source: GroupGeometry, destination: GroupGeometry) -> Ints:
-    """Contiguous rows [R, 3] of all pieces, for the first index of every axis across segments."""
-    parts = [np.empty((0, 3), np.int64)]
-    for tokens in np.flatnonzero(np.bincount(pieces[:, 2])).tolist():
+    """Contiguous copies [3, R] of all pieces, for the first index of every axis across segments."""
+    parts = []
+    for tokens in np.flatnonzero(np.bincount(pieces[2])).tolist():
         inner = [_Axis(tokens, source.token_stride_bytes, destination.token_stride_bytes), *axes.inner]
         length, rest = _contiguous(source.content_bytes, [axis for axis in inner if axis.steps > 1])
-        offsets = _spread(_spread(pieces[pieces[:, 2] == tokens, :2], axes.inner_offsets), *map(_Axis.offsets, rest))
-        parts.append(np.column_stack([offsets, np.full(len(offsets), length, np.int64)]))
-    return np.concatenate(parts)
+        chosen = pieces[:2, pieces[2] == tokens] if (pieces[2] != tokens).any() else pieces[:2]
+        offsets = _spread(chosen, axes.inner_offsets, *map(_Axis.offsets, rest))
+        parts.append(np.concatenate([offsets, np.full((1, offsets.shape[1]), length)]))
+    return np.concatenate(parts, axis=1) if parts else pieces
 
 
 def _spread(offsets: Ints, *axes: Ints) -> Ints:
-    """Every sum of a row [.., 2] of `offsets` and one row of each axis."""
+    """Every sum of a column of `offsets` [2, ..] and one column of each axis."""
     for axis in axes:
-        offsets = (offsets[:, None, :] + axis).reshape(-1, 2)
+        offsets = (offsets[:, :, None] + axis[:, None, :]).reshape(2, -1)
     return offsets
 
 
@@ -302,25 +318,39 @@ def _contiguous(length: int, axes: list[_Axis]) -> tuple[int, list[_Axis]]:
 
 
 def _coalesced(rows: Ints) -> Ints:
-    """Rows [R, 3] in source order, those that continue one another on both sides joined."""
-    source, destination, length = (np.ascontiguousarray(column) for column in rows.T)
-    if (np.diff(source) < 0).any():
-        order = np.argsort(source, kind="stable")
-        source, destination, length = source[order], destination[order], length[order]
-    joined = (source[1:] == source[:-1] + length[:-1]) & (destination[1:] == destination[:-1] + length[:-1])
-    first = np.flatnonzero(np.concatenate([np.ones(min(1, len(rows)), bool), ~joined]))
-    if len(first):
-        length = np.add.reduceat(length, first)
-    return np.stack([source[first], destination[first], length], axis=1)
+    """Copies [3, R], in order, those that continue one another on both sides joined."""
+    apart = (np.diff(rows[:2]) != rows[2, :-1]).any(axis=0)
+    if apart.all():
+        return rows
+    first = np.flatnonzero(np.append(True, apart))
+    return np.concatenate([rows[:2, first], np.add.reduceat(rows[2:], first, axis=1)])
+
+
+def _in_destination_order(rows: Ints) -> Ints:
+    if (rows[1, 1:] < rows[1, :-1]).any():
+        return rows.take(_order(rows[1]), axis=1)
+    return rows
+
+
+def _order(offsets: Ints) -> Ints:
+    """Indices that sort `offsets`."""
+    bits = len(offsets).bit_length()
+    if int(offsets.max()) >> (62 - bits):
+        return np.argsort(offsets)
+    keys = offsets << bits  # with the index in the low bits: sorting is twice as fast as argsort
+    keys |= np.arange(len(offsets))
+    keys.sort()
+    keys &= (1 << bits) - 1
+    return keys
 
 
 def _runs(rows: Ints, axes: _Axes) -> Runs:
     """Rows repeated over the axes across segments: the longest of them as a stride, the others written out."""
     *others, strided = sorted([_Axis(1, 0, 0), *axes.outer], key=lambda axis: axis.steps)
     offsets = _spread(axes.outer_offsets, *map(_Axis.offsets, others))
-    runs = np.empty((len(offsets), len(rows)), RUN_DTYPE)
-    runs["source"] = offsets[:, :1] + rows[:, 0]
-    runs["destination"] = offsets[:, 1:] + rows[:, 1]
-    runs["length"] = rows[:, 2]
+    runs = np.empty((offsets.shape[1], rows.shape[1]), RUN_DTYPE)
+    runs["source"] = offsets[0][:, None] + rows[0]
+    runs["destination"] = offsets[1][:, None] + rows[1]
+    runs["length"] = rows[2]
     runs["count"], runs["source_stride"], runs["destination_stride"] = strided
     return Runs(runs.reshape(-1))
