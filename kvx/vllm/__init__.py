@@ -1,0 +1,1 @@
+"""The vLLM plug-in: nothing outside this folder imports vllm."""

@@ -1,0 +1,132 @@
+"""vLLM's plan of its KV cache (`KVCacheTensor`s) as kvx geometry: segments, views and layer groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import LayoutError
+from ..plan import GroupGeometry, HeadRange, group_geometry_of_views
+from ..spec import AttentionKind, Segment, SegmentTable, align_capacity
+
+
+def aligned_capacity(kv_cache_config: Any, granularity_bytes: int) -> int:
+    """The smallest capacity not under the planned one at which every segment starts on a granule."""
+    strides = {tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors}
+    return align_capacity(kv_cache_config.num_blocks, strides, granularity_bytes, up=True)
+
+
+def segment_table(kv_cache_config: Any, granularity_bytes: int) -> SegmentTable:
+    """Segments of vLLM's plan: one per layer where layers are outermost, one in all where blocks are.
+
+    Groups overlay each other, so a segment that several groups name is one segment.
+    """
+    capacity = kv_cache_config.num_blocks
+    found: dict[int, Segment] = {}
+    for tensor in kv_cache_config.kv_cache_tensors:
+        block_outermost = tensor.block_stride > tensor.layer_stride and len(tensor.layers) > 1
+        layers = 1 if block_outermost else len(tensor.layers)
+        for index in range(layers):
+            offset = tensor.offset + index * tensor.layer_stride
+            segment = Segment(offset_bytes=offset, block_stride_bytes=tensor.block_stride, capacity_blocks=capacity)
+            if found.setdefault(offset, segment) != segment:
+                raise LayoutError(
+                    f"two layer groups overlay byte {offset} with block strides {found[offset].block_stride_bytes} and "
+                    f"{tensor.block_stride}; kvx needs one stride for both"
+                )
+    segments = tuple(found[offset] for offset in sorted(found))
+    total_bytes = kv_cache_config.kv_cache_tensors[0].size
+    return SegmentTable(
+        segments=segments, capacity_blocks=capacity, total_bytes=total_bytes, granularity_bytes=granularity_bytes
+    )
+
+
+def create_views(
+    buffer: torch.Tensor, kv_cache_config: Any, layout: Any, kernel_block_sizes: list[int] | None
+) -> dict[str, torch.Tensor]:
+    """Layer name -> `[B, H, N, C]` view over `buffer` (int8, flat), made by vLLM's own view code.
+
+    Raises:
+        LayoutError: a layer whose cache has no per-layer views, which kvx cannot describe to a peer.
+    """
+    from vllm.v1.kv_cache_interface import create_kv_cache_views
+
+    views: dict[str, torch.Tensor] = {}
+    for tensor in kv_cache_config.kv_cache_tensors:
+        group_index, spec = _group_and_spec(kv_cache_config, tensor.layers[0])
+        if not spec.has_layer_views or tensor.host_resident:
+            raise LayoutError(f"layer {tensor.layers[0]} keeps its cache outside per-layer views; kvx cannot hold it")
+        kernel_block_size = None
+        if kernel_block_sizes is not None and group_index < len(kernel_block_sizes):
+            kernel_block_size = kernel_block_sizes[group_index]
+        made = create_kv_cache_views(
+            buffer, spec, kv_cache_config.num_blocks, layout, tensor, kernel_block_size=kernel_block_size
+        )
+        views.update(zip(tensor.layers, made, strict=True))
+    return views
+
+
+def group_geometries(
+    kv_cache_config: Any,
+    views: Mapping[str, torch.Tensor],
+    *,
+    base_address: int,
+    capacity_blocks: int,
+    tp_rank: int,
+    tp_size: int,
+    total_kv_heads: int,
+) -> tuple[GroupGeometry, ...]:
+    """What a peer must know of each transferable layer group."""
+    geometries = []
+    for index, group in enumerate(kv_cache_config.transfer_groups):
+        _, spec = _group_and_spec(kv_cache_config, group.layer_names[0])
+        kind = _kind(spec)
+        geometries.append(
+            group_geometry_of_views(
+                f"group{index}",
+                kind.value,
+                {name: views[name] for name in group.layer_names},
+                base_address=base_address,
+                capacity_blocks=capacity_blocks,
+                block_size_tokens=1 if kind is AttentionKind.RECURRENT else spec.block_size,
+                heads=_heads(kind, spec, tp_rank, tp_size, total_kv_heads),
+                dtype=str(spec.dtype).removeprefix("torch.") if hasattr(spec, "dtype") else "uint8",
+                sliding_window_tokens=getattr(spec, "sliding_window", None),
+            )
+        )
+    return tuple(geometries)
+
+
+def _heads(kind: AttentionKind, spec: Any, tp_rank: int, tp_size: int, total_kv_heads: int) -> HeadRange:
+    """KV heads that this rank holds. With more ranks than heads, neighbouring ranks hold the same head."""
+    if kind in (AttentionKind.MLA, AttentionKind.RECURRENT):
+        return HeadRange(start=0, count=1, total=1)
+    count = int(spec.num_kv_heads)
+    total = max(total_kv_heads, count)
+    start = tp_rank * count if total >= tp_size else tp_rank * total // tp_size
+    return HeadRange(start=start, count=count, total=total)
+
+
+def _kind(spec: Any) -> AttentionKind:
+    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+
+    if isinstance(spec, MambaSpec):
+        return AttentionKind.RECURRENT
+    if isinstance(spec, MLAAttentionSpec):
+        return AttentionKind.MLA
+    if isinstance(spec, SlidingWindowSpec):
+        return AttentionKind.SLIDING_WINDOW
+    return AttentionKind.FULL_ATTENTION
+
+
+def _group_and_spec(kv_cache_config: Any, layer_name: str) -> tuple[int, Any]:
+    """The group that a layer belongs to, and the layer's own spec."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        if layer_name in group.layer_names:
+            spec = group.kv_cache_spec
+            return index, spec.kv_cache_specs[layer_name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+    raise LayoutError(f"vLLM planned memory for layer {layer_name}, which is in no KV cache group")

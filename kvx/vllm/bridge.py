@@ -1,0 +1,116 @@
+"""`KvxConnector`, the one class that vLLM loads. It hosts kvx's connectors and translates vLLM's calls.
+
+Configure it with `--kv-transfer-config '{"kv_connector": "KvxConnector", "kv_role": "kv_both",
+"kv_connector_module_path": "kvx.vllm.bridge", "kv_connector_extra_config": {"connectors": ["nixl"]}}'`.
+It speaks vLLM's own `kv_transfer_params`, so routers made for vLLM's connectors work unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from ..errors import EngineError
+from .bridge_scheduler import BridgeScheduler, StepWork
+from .bridge_worker import BridgeWorker
+
+
+class KvxMetadata(KVConnectorMetadata):
+    """What the scheduler's half tells the worker's half in one step."""
+
+    def __init__(self, work: StepWork) -> None:
+        self.work = work
+
+
+class KvxConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's connector interface over `BridgeScheduler` (in the engine core) and `BridgeWorker` (in each worker)."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: BridgeScheduler | None = None
+        self._worker: BridgeWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = BridgeScheduler(vllm_config, kv_cache_config)
+        else:
+            self._worker = BridgeWorker(vllm_config, kv_cache_config)
+
+    # --- scheduler half ---------------------------------------------------------------------------------------------
+
+    @property
+    def scheduler(self) -> BridgeScheduler:
+        if self._scheduler is None:
+            raise EngineError("this half of the bridge lives in a worker; only the engine core's may be asked this")
+        return self._scheduler
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler.match(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        # A hand-off brings the request's own blocks of every group, not only the prefix-cacheable ones.
+        group_ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return group_ids
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.scheduler.blocks_allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KvxMetadata(self.scheduler.take_work(idle=scheduler_output.total_num_scheduled_tokens == 0))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self.scheduler.arrived(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request, block_ids)
+
+    # --- worker half ------------------------------------------------------------------------------------------------
+
+    @property
+    def worker(self) -> BridgeWorker:
+        if self._worker is None:
+            raise EngineError("this half of the bridge lives in the engine core; only a worker's may be asked this")
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        self.worker.open(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KvxMetadata)
+        self.worker.start(metadata.work)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        return
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        outcome = self.worker.take_outcome()
+        return KVConnectorTransferResults(
+            finished_sending=set(outcome.sent),
+            finished_recving=set(outcome.received | outcome.failed),
+            failed_recving=set(outcome.failed),
+        )
+
+    # --- both -------------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()

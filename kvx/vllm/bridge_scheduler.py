@@ -1,0 +1,186 @@
+"""The scheduler's half of the bridge: which requests hold blocks, which pull them, and what travels over HTTP."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import settings
+
+logger = logging.getLogger("vllm.kvx")
+
+ABSENT = -1
+#: vLLM's BlockPool keeps block 0 back and puts it where a sliding window has let a block go.
+NULL_BLOCK = 0
+
+
+@dataclass(frozen=True)
+class HoldWork:
+    """Keep a finished prefill's blocks until decode has read them. `blocks[group]` is indexed by position."""
+
+    request_id: str
+    blocks: tuple[tuple[int, ...], ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class PullWork:
+    """Read `num_tokens` from `first_token` on; with none to read, only tell the owner that it may free its blocks."""
+
+    request_id: str
+    remote_request_id: str
+    remote_engine_id: str
+    host: str
+    port: int
+    blocks: tuple[tuple[int, ...], ...]
+    first_token: int
+    num_tokens: int
+
+
+@dataclass
+class StepWork:
+    """All that one engine step hands to the workers."""
+
+    holds: list[HoldWork] = field(default_factory=list)
+    pulls: list[PullWork] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+    #: Nothing is scheduled in this step, so a worker may wait for a transfer instead of spinning.
+    idle: bool = False
+
+
+@dataclass(frozen=True)
+class RemotePrefill:
+    """The hand-off that `kv_transfer_params` describe. They come from an HTTP client: checked, not trusted."""
+
+    engine_id: str
+    request_id: str
+    host: str
+    port: int
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> RemotePrefill | None:
+        """None when a field is missing or of the wrong kind, which is logged with the field's name."""
+        wanted = {"remote_engine_id": str, "remote_request_id": str, "remote_host": str, "remote_port": int}
+        for name, kind in wanted.items():
+            value = params.get(name)
+            if not isinstance(value, kind) or not value or isinstance(value, bool):
+                logger.warning(
+                    "kvx: kv_transfer_params.%s is %r, needs %s: prefilling here", name, value, kind.__name__
+                )
+                return None
+        return cls(
+            params["remote_engine_id"], params["remote_request_id"], params["remote_host"], params["remote_port"]
+        )
+
+
+class BridgeScheduler:
+    """Knows requests and block ids; touches no memory and no socket."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._kv_cache_config = kv_cache_config
+        self._settings = settings.from_vllm(vllm_config)
+        self._engine_id: str = vllm_config.kv_transfer_config.engine_id
+        self._tp_size: int = vllm_config.parallel_config.tensor_parallel_size
+        self._work = StepWork()
+        self._pulling: set[str] = set()
+
+    def match(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Prompt tokens that the prefill side has beyond those already here, and whether they load in background."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill") or RemotePrefill.from_params(params) is None:
+            return 0, False
+        missing = request.num_prompt_tokens - num_computed_tokens
+        return (missing, True) if missing > 0 else (0, False)
+
+    def blocks_allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
+        """Called when vLLM has given the request its blocks; once more after the load, with nothing left to do."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return
+        remote = RemotePrefill.from_params(params)
+        # Once: a hand-off that failed is never offered again.
+        params["do_remote_prefill"] = False
+        if remote is None:
+            return
+        first_token = request.num_prompt_tokens - num_external_tokens
+        self._pull(request.request_id, remote, self._positions(block_ids), first_token, num_external_tokens)
+
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the request's blocks stay, and the parameters that lead the decode side to them."""
+        params = request.kv_transfer_params
+        if not params:
+            return False, None
+        if params.get("do_remote_prefill"):
+            # It ended before its hand-off began: the prefill side need not keep the blocks.
+            remote = RemotePrefill.from_params(params)
+            params["do_remote_prefill"] = False
+            if remote is not None:
+                self._pull(request.request_id, remote, (), 0, 0)
+            return False, None
+        if request.request_id in self._pulling:
+            self._work.cancels.append(request.request_id)
+            return False, None
+        # A prefill that was aborted, or that produced nothing, hands nothing over.
+        if not params.get("do_remote_decode") or request.status.name not in (
+            "FINISHED_LENGTH_CAPPED",
+            "FINISHED_STOPPED",
+        ):
+            return False, None
+        return self._hold(request, block_ids)
+
+    def arrived(self, request_ids: Iterable[str]) -> None:
+        """These pulls have ended, one way or the other."""
+        self._pulling.difference_update(request_ids)
+
+    def take_work(self, *, idle: bool) -> StepWork:
+        """What has gathered since the last step. `idle`: the step computes nothing."""
+        work, self._work = self._work, StepWork()
+        work.idle = idle
+        return work
+
+    def _hold(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        blocks = self._positions(block_ids)
+        if not any(block != ABSENT for group in blocks for block in group):
+            return False, None
+        self._work.holds.append(HoldWork(request.request_id, blocks, request.num_computed_tokens))
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine_id,
+            "remote_request_id": request.request_id,
+            "remote_host": self._settings.side_channel_host,
+            "remote_port": self._settings.side_channel_port,
+            "remote_block_ids": [list(group) for group in blocks],
+            "remote_num_tokens": request.num_computed_tokens,
+            "tp_size": self._tp_size,
+        }
+
+    def _pull(
+        self,
+        request_id: str,
+        remote: RemotePrefill,
+        blocks: tuple[tuple[int, ...], ...],
+        first_token: int,
+        num_tokens: int,
+    ) -> None:
+        if num_tokens > 0:
+            self._pulling.add(request_id)
+        self._work.pulls.append(
+            PullWork(
+                request_id,
+                remote.request_id,
+                remote.engine_id,
+                remote.host,
+                remote.port,
+                blocks,
+                first_token,
+                num_tokens,
+            )
+        )
+
+    def _positions(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """Block lists of the transferable groups, by position; vLLM's null block is where a window has moved on."""
+        chosen = self._kv_cache_config.select_transfer_block_ids([list(group) for group in block_ids])
+        return tuple(tuple(ABSENT if block == NULL_BLOCK else block for block in group) for group in chosen)

@@ -1,0 +1,161 @@
+"""The worker's half of the bridge: opens the connectors over the grown cache and runs the hand-offs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import registry
+from ..cache import CacheState
+from ..connector import Connector
+from ..errors import CacheStateError
+from ..handoff import EngineInfo, HandoffWorker, Pull
+from ..layout import KVCacheLayout, require_block_compact
+from . import allocation, settings
+from .bridge_scheduler import StepWork
+from .worker_side import WorkerSeam, current_seam
+
+logger = logging.getLogger("vllm.kvx")
+
+#: The longest that an idle step waits for a transfer: a new request waits as long at the most.
+IDLE_WAIT_S = 0.003
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Request ids that came to an end since the last step."""
+
+    sent: frozenset[str]
+    received: frozenset[str]
+    failed: frozenset[str]
+
+
+class BridgeWorker:
+    """One rank's hand-offs. The constructor only reads configuration; `open` opens connectors and sockets."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._settings = settings.from_vllm(vllm_config)
+        self._seam: WorkerSeam = current_seam()
+        self._connectors: list[Connector] = []
+        self._handoff: HandoffWorker | None = None
+        self._received_tokens = 0
+        self._tokens_asked: dict[str, int] = {}
+
+    @property
+    def handoff(self) -> HandoffWorker:
+        assert self._handoff is not None, "vLLM registers its caches before the first step"
+        return self._handoff
+
+    def open(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Open the connectors over what is committed now, and the side channel.
+
+        Raises:
+            CacheStateError: the cache has not grown to its final count yet.
+            LayoutError: a layout that connectors cannot use.
+            ConnectorUnavailable: a connector's library is not installed.
+        """
+        cache = self._seam.require_cache()
+        if cache.state is not CacheState.READY:
+            raise CacheStateError(f"connectors open after extend_kv_cache, but the cache is {cache.state}")
+        layout = KVCacheLayout.parse(self._vllm_config.cache_config.kv_cache_layout)
+        require_block_compact(layout)
+        for name in self._settings.connectors:
+            connector = registry.create(name)
+            self._connectors.append(connector)
+            cache.attach(connector)
+        self._handoff = HandoffWorker(self._settings, self._info(), self._connectors, status_extra=self._status)
+        self._handoff.open(
+            groups=self._groups(kv_caches),
+            views=kv_caches,
+            num_blocks=cache.final_blocks,
+            generation=cache.generation,
+            layout=layout.name,
+        )
+
+    def start(self, work: StepWork) -> None:
+        """Hand a step's work to the hand-off threads; returns at once."""
+        for hold in work.holds:
+            self.handoff.hold(hold.request_id, hold.blocks, hold.num_tokens)
+        for pull in work.pulls:
+            self._tokens_asked[pull.request_id] = pull.num_tokens
+            self.handoff.pull(
+                Pull(
+                    request_id=pull.request_id,
+                    remote_request_id=pull.remote_request_id,
+                    remote_engine_id=pull.remote_engine_id,
+                    host=pull.host,
+                    port=pull.port,
+                    blocks=pull.blocks,
+                    first_token=pull.first_token,
+                    num_tokens=pull.num_tokens,
+                )
+            )
+        for request_id in work.cancels:
+            self.handoff.cancel(request_id)
+        if work.idle:
+            self.handoff.wait(IDLE_WAIT_S)
+
+    def take_outcome(self) -> Outcome:
+        """What ended since the last step."""
+        events = self.handoff.poll()
+        for request_id in events.received:
+            self._received_tokens += self._tokens_asked.pop(request_id, 0)
+        for request_id, cause in events.failed.items():
+            self._tokens_asked.pop(request_id, None)
+            logger.warning("kvx: hand-off of request %s failed: %s", request_id, cause)
+        for request_id in events.expired:
+            logger.warning("kvx: the lease of request %s ran out before anyone read its blocks", request_id)
+        return Outcome(
+            sent=events.released | events.expired,
+            received=events.received,
+            failed=frozenset(events.failed),
+        )
+
+    def close(self) -> None:
+        """Stop the hand-offs, then close the connectors. Idempotent."""
+        if self._handoff is not None:
+            self._handoff.close()
+        cache = self._seam.cache
+        while self._connectors:
+            connector = self._connectors.pop()
+            if cache is not None and cache.state is not CacheState.CLOSED:
+                cache.detach(connector)
+            else:
+                connector.close()
+
+    def _groups(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+        cache = self._seam.require_cache()
+        parallel = self._vllm_config.parallel_config
+        return allocation.group_geometries(
+            self._kv_cache_config,
+            kv_caches,
+            base_address=cache.base_address,
+            capacity_blocks=cache.capacity_blocks,
+            tp_rank=parallel.rank % parallel.tensor_parallel_size,
+            tp_size=parallel.tensor_parallel_size,
+            total_kv_heads=self._vllm_config.model_config.get_total_num_kv_heads(),
+        )
+
+    def _info(self) -> EngineInfo:
+        config = self._vllm_config
+        parallel = config.parallel_config
+        return EngineInfo(
+            engine_id=config.kv_transfer_config.engine_id,
+            model=config.model_config.model,
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
+            kv_cache_dtype=str(config.cache_config.cache_dtype),
+            tp_rank=parallel.rank % parallel.tensor_parallel_size,
+            tp_size=parallel.tensor_parallel_size,
+            pp_rank=parallel.rank // parallel.tensor_parallel_size,
+            pp_size=parallel.pipeline_parallel_size,
+        )
+
+    def _status(self) -> dict[str, Any]:
+        """What this engine adds to the hand-off's own status, in plain values that msgpack can carry."""
+        return {"cache": self._seam.report(), "external_hits": {"received_tokens": self._received_tokens}}

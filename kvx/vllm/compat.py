@@ -1,0 +1,183 @@
+"""Which vLLM versions kvx knows, and the check of every function of vLLM that it touches.
+
+The recorded signatures (`signatures.json`) are made from vLLM's sources by `python -m kvx.vllm.compat DIRECTORY`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from ..errors import EngineError
+
+
+@dataclass(frozen=True)
+class KnownVersion:
+    """One vLLM release that kvx knows: `proven` says whether a run has shown it to work, `where` on what."""
+
+    release: str
+    proven: bool
+    where: str
+
+
+KNOWN = (
+    KnownVersion("0.32", True, "CPU"),
+    KnownVersion("0.33", False, "no run yet"),
+)
+
+#: Every function of vLLM that the seam wraps, calls or overrides.
+TOUCHED = (
+    "vllm.v1.engine.core:EngineCore._initialize_kv_caches",
+    "vllm.v1.engine.core:EngineCore.collective_rpc",
+    "vllm.v1.engine.core:get_kv_cache_configs",
+    "vllm.v1.engine.core:update_kv_cache_capacity",
+    "vllm.v1.worker.gpu_worker:Worker.initialize_from_config",
+    "vllm.v1.worker.cpu_worker:CPUWorker.__init__",
+    "vllm.v1.worker.cpu_worker:CPUWorker.init_device",
+    "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
+    "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache",
+    "vllm.v1.worker.gpu_model_runner:allocate_kv_cache",
+    "vllm.v1.kv_cache_interface:create_kv_cache_views",
+    "vllm.v1.worker.gpu_worker:Worker.shutdown",
+    "vllm.v1.worker.gpu_worker:ensure_kv_transfer_initialized",
+    "vllm.distributed.kv_transfer:get_kv_transfer_group",
+    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.create_connector",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.__init__",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.register_kv_caches",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.start_load_kv",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_transfer_results",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_num_new_matched_tokens",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.update_state_after_alloc",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.build_connector_meta",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.update_connector_output",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_loaded_kv_cache_group_ids",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA.request_finished_all_groups",
+)
+
+
+def release_of(version: str) -> str:
+    """`"0.32.0+cpu"` -> `"0.32"`."""
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def check_version(version: str) -> KnownVersion:
+    """The known release that `version` belongs to.
+
+    Raises:
+        EngineError: kvx does not know this vLLM; the sentence names the ones it knows.
+    """
+    known = {entry.release: entry for entry in KNOWN}
+    found = known.get(release_of(version))
+    if found is None:
+        raise EngineError(f"kvx does not know vLLM {version}; it knows {', '.join(known)}: install one of these.")
+    return found
+
+
+def recorded_signatures() -> Mapping[str, Mapping[str, str]]:
+    """Release -> touched function -> its parameters, as recorded from vLLM's sources."""
+    text = resources.files(__package__).joinpath("signatures.json").read_text(encoding="utf-8")
+    recorded: Mapping[str, Mapping[str, str]] = json.loads(text)
+    return recorded
+
+
+def check_seam(version: str) -> KnownVersion:
+    """Check the running vLLM's version, and every touched function by name and signature.
+
+    Raises:
+        EngineError: an unknown vLLM, or one whose functions are not the recorded ones (each is named).
+    """
+    known = check_version(version)
+    recorded = recorded_signatures()[known.release]
+    differing = [
+        f"{target}({found}) instead of ({recorded.get(target)})"
+        for target in TOUCHED
+        if (found := live_signature(target)) != recorded.get(target)
+    ]
+    if differing:
+        raise EngineError(
+            f"this vLLM {version} is not the {known.release} that kvx was made for: it has {'; '.join(differing)}. "
+            "Install an unmodified release."
+        )
+    return known
+
+
+def live_signature(target: str) -> str | None:
+    """Parameters of a touched function in this process, None where it does not exist."""
+    module_name, _, qualified = target.partition(":")
+    found: object = importlib.import_module(module_name)
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            return None
+    function = inspect.unwrap(found)  # type: ignore[arg-type]
+    function = getattr(function, "__func__", function)
+    return ", ".join(_spell(parameter) for parameter in inspect.signature(function).parameters.values())
+
+
+def _spell(parameter: inspect.Parameter) -> str:
+    stars: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    keyword_only = "!" if parameter.kind is inspect.Parameter.KEYWORD_ONLY else ""
+    default = "=" if parameter.default is not inspect.Parameter.empty else ""
+    return stars.get(parameter.kind, "") + keyword_only + parameter.name + default
+
+
+def source_signature(root: Path, target: str) -> str | None:
+    """The same, read from the sources below `root` (the folder that holds `vllm/`) without importing them."""
+    module_name, _, qualified = target.partition(":")
+    path = root / module_name.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    scope: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
+    found: ast.stmt | None = None
+    for part in qualified.split("."):
+        found = next((n for n in scope if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part), None)
+        if found is None:
+            package = module_name if path.name == "__init__.py" else module_name.rpartition(".")[0]
+            home = _imported_from(scope, part, package)
+            return None if home is None else source_signature(root, f"{home}:{qualified}")
+        scope = found.body if isinstance(found, ast.ClassDef) else []
+    return _spell_arguments(found.args) if isinstance(found, ast.FunctionDef) else None
+
+
+def _imported_from(scope: Iterable[ast.stmt], name: str, package: str) -> str | None:
+    """The module that a module-level `from module import name` in `package` names."""
+    for node in scope:
+        if isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == name for a in node.names):
+            relative = "." * node.level + (node.module or "")
+            return importlib.util.resolve_name(relative, package)
+    return None
+
+
+def _spell_arguments(arguments: ast.arguments) -> str:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    first_default = len(positional) - len(arguments.defaults)
+    words = [a.arg + ("=" if i >= first_default else "") for i, a in enumerate(positional)]
+    if arguments.vararg is not None:
+        words.append("*" + arguments.vararg.arg)
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        words.append("!" + argument.arg + ("=" if default is not None else ""))
+    if arguments.kwarg is not None:
+        words.append("**" + arguments.kwarg.arg)
+    return ", ".join(words)
+
+
+def record(roots: Iterable[Path]) -> dict[str, dict[str, str | None]]:
+    """Signatures of the vLLM sources below each root, keyed by release."""
+    recorded = {}
+    for root in roots:
+        version_file = (root / "vllm" / "_version.py").read_text(encoding="utf-8")
+        version = next(line.split("'")[1] for line in version_file.splitlines() if line.startswith("__version__ ="))
+        recorded[release_of(version)] = {target: source_signature(root, target) for target in TOUCHED}
+    return recorded
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(record(map(Path, sys.argv[1:])), indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,223 @@
+"""kvx in vLLM's worker processes: its cache behind `allocate_kv_cache`, the warm-up that measures, the extend.
+
+The hooks are plain wrappers `(original, *args)`; what a worker needs to remember lives in one `WorkerSeam` on it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..cache import ExtensibleKVCache
+from ..drivers.base import Driver
+from ..drivers.host import HostDriver
+from ..errors import EngineError
+from . import activation, allocation, measure
+
+logger = logging.getLogger("vllm.kvx")
+
+_current: WorkerSeam | None = None
+
+
+def current_seam() -> WorkerSeam:
+    """The seam of the worker in this process.
+
+    Raises:
+        EngineError: this process has none, so the plug-in's hooks did not run and nothing here is safe to register.
+    """
+    if _current is None:
+        raise EngineError(
+            "the bridge was loaded without kvx's plug-in: vLLM's hooks are absent in this process; install kvx as a "
+            "distribution (its entry point vllm.general_plugins) and leave 'kvx' in VLLM_PLUGINS where that is set"
+        )
+    return _current
+
+
+class WorkerSeam:
+    """One worker's extensible cache, from the plan to the extend."""
+
+    def __init__(self, worker: Any, driver: Driver) -> None:
+        self.worker = worker
+        self.driver = driver
+        self.cache: ExtensibleKVCache | None = None
+        self.views: dict[str, torch.Tensor] = {}
+        self.kv_cache_config: Any = None
+        self.blocks_at_warmup = 0
+        self.base_address_at_warmup = 0
+        self.measurement: measure.Measurement | None = None
+        self.start: measure.StartPoint = measure.start_point()
+        self.allocating = False
+
+    def allocate(self, kv_cache_config: Any, layout: Any, kernel_block_sizes: list[int] | None) -> dict[str, Any]:
+        """Reserve vLLM's whole plan, commit what warm-up addresses, and view it."""
+        table = allocation.segment_table(kv_cache_config, self.driver.granularity_bytes)
+        cache = ExtensibleKVCache(self.driver, table)
+        cache.open()
+        self.blocks_at_warmup = min(measure.blocks_for_warmup(self.worker, kv_cache_config), table.capacity_blocks)
+        cache.commit(self.blocks_at_warmup)
+        self.views = allocation.create_views(cache.buffer, kv_cache_config, layout, kernel_block_sizes)
+        cache.set_views(list(self.views.values()))
+        self.cache = cache
+        self.base_address_at_warmup = cache.base_address
+        logger.info(
+            "kvx: reserved %d blocks (%.2f GiB of addresses), committed %d for warm-up",
+            table.capacity_blocks, table.total_bytes / 2**30, self.blocks_at_warmup,
+        )  # fmt: skip
+        return dict(self.views)
+
+    def extend(self, final_blocks: int) -> None:
+        """Grow to the final count, then let vLLM build and register the bridge over the grown cache."""
+        cache = self.require_cache()
+        cache.extend_kv_cache(final_blocks)
+        self.kv_cache_config.num_blocks = final_blocks
+        self.worker.cache_config.num_gpu_blocks = final_blocks
+        if self.worker.vllm_config.kv_transfer_config is None:
+            return
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_initialized
+
+        # The config from before vLLM added KV-sharing layers to it, which a connector must not see.
+        ensure_kv_transfer_initialized(self.worker.vllm_config, self.kv_cache_config)
+        get_kv_transfer_group().register_kv_caches(self.views)
+
+    def report(self) -> dict[str, Any]:
+        """The cache's numbers, in plain values: what `kvx verify` checks."""
+        cache, measurement = self.require_cache(), self.measurement
+        timeline = {event.name: event.start_s + event.duration_s for event in cache.events}
+        return {
+            "blocks_at_warmup": self.blocks_at_warmup,
+            "blocks_final": cache.final_blocks,
+            "capacity_blocks": cache.capacity_blocks,
+            "base_address_unchanged": cache.base_address == self.base_address_at_warmup,
+            "reserved_bytes": cache.reserved_bytes,
+            "committed_bytes": cache.committed_bytes,
+            "registered_bytes": sum(region.nbytes for region in cache.regions()),
+            "connector_opened_after_extend": timeline.get("open", 0.0) > timeline["extend"],
+            "explicit_size": measurement is None or measurement.explicit_size,
+            "ledger": [] if measurement is None else list(measurement.ledger),
+            "timeline": [[e.name, e.start_s, e.duration_s] for e in cache.events],
+        }
+
+    def require_cache(self) -> ExtensibleKVCache:
+        """The cache.
+
+        Raises:
+            EngineError: vLLM has not allocated it through kvx.
+        """
+        if self.cache is None:
+            raise EngineError("vLLM did not allocate its KV cache through kvx; is another plug-in in its place?")
+        return self.cache
+
+
+# --- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def construct_cpu_worker(original: Any, worker: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Around `CPUWorker.__init__`: 0.32 refuses to start there when 0.92 of all memory is not free.
+
+    kvx takes a share of what is free instead, so the fraction is out of the way while the constructor looks at it.
+    """
+    if not activation.is_asked(vllm_config):
+        original(worker, vllm_config, *args, **kwargs)
+        return
+    global _current
+    cache_config = vllm_config.cache_config
+    fraction = cache_config.gpu_memory_utilization
+    try:
+        cache_config.gpu_memory_utilization = 0.0 if cache_config.kv_cache_memory_bytes is None else fraction
+        original(worker, vllm_config, *args, **kwargs)
+    finally:
+        cache_config.gpu_memory_utilization = fraction
+    worker.kvx_seam = _current = WorkerSeam(worker, HostDriver())
+
+
+def determine_cpu_memory(original: Any, worker: Any) -> int:
+    """Around `CPUWorker.determine_available_memory`: the bytes to plan the capacity with."""
+    seam = _active_seam(worker)
+    if seam is None:
+        return int(original(worker))
+    if worker._should_warm_up_model():
+        worker.model_runner.warming_up_model()
+    return measure.capacity_bytes(worker.vllm_config, seam.start)
+
+
+def initialize_from_config(original: Any, worker: Any, kv_cache_config: Any) -> None:
+    """Around `Worker.initialize_from_config`: vLLM allocates from kvx's reservation and builds no connector yet."""
+    seam = _active_seam(worker)
+    if seam is None:
+        original(worker, kv_cache_config)
+        return
+    seam.kv_cache_config = copy.deepcopy(kv_cache_config)
+    seam.allocating = True
+    try:
+        original(worker, kv_cache_config)
+    finally:
+        seam.allocating = False
+
+
+def ensure_connector(original: Any, vllm_config: Any, kv_cache_config: Any) -> None:
+    """Around the worker's `ensure_kv_transfer_initialized`: the bridge waits until the cache has grown."""
+    if _current is not None and _current.allocating:
+        return
+    original(vllm_config, kv_cache_config)
+
+
+def allocate(
+    original: Any, kv_cache_config: Any, device: Any, layout: Any, kernel_block_sizes: list[int] | None = None
+) -> Mapping[str, Any]:
+    """Around `allocate_kv_cache`. The memory profiler's own small cache is not ours: it comes at another time."""
+    if _current is None or not _current.allocating or not kv_cache_config.kv_cache_tensors:
+        result: Mapping[str, Any] = original(kv_cache_config, device, layout, kernel_block_sizes)
+        return result
+    return _current.allocate(kv_cache_config, layout, kernel_block_sizes)
+
+
+def shut_down(original: Any, worker: Any) -> Any:
+    """Around `Worker.shutdown`: the connectors go first, then vLLM's tensors, then the reservation under them."""
+    result = original(worker)
+    seam = getattr(worker, "kvx_seam", None)
+    if seam is not None and seam.cache is not None:
+        seam.cache.close()
+    return result
+
+
+# --- called by `core_side` through vLLM's collective_rpc, as methods of the worker -----------------------------------
+
+
+def kvx_probe(worker: Any) -> activation.Probe:
+    """Device and attention backends of this worker."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)
+    backends = {layer.get_attn_backend().get_name() for layer in layers.values()}
+    return activation.Probe(worker.device.type, tuple(sorted(backends)))
+
+
+def kvx_keep_stock(worker: Any) -> None:
+    """vLLM's own allocation for this worker."""
+    global _current
+    worker.kvx_seam = _current = None
+
+
+def kvx_measure(worker: Any, fixed_blocks: int | None) -> measure.Measurement:
+    """Warm up over the real views and measure what is left. On CPU vLLM has no such pass of its own."""
+    seam = current_seam()
+    seam.measurement = measure.warm_up_and_measure(
+        worker, seam.require_cache(), seam.kv_cache_config, seam.start, fixed_blocks
+    )
+    return seam.measurement
+
+
+def kvx_extend(worker: Any, final_blocks: int) -> None:
+    """Grow this worker's cache to the count that all ranks agreed on."""
+    current_seam().extend(final_blocks)
+
+
+def _active_seam(worker: Any) -> WorkerSeam | None:
+    seam: WorkerSeam | None = getattr(worker, "kvx_seam", None)
+    return seam
