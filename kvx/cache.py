@@ -15,8 +15,9 @@ One thread (the engine's) calls; reading a property from another thread is fine.
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,12 +25,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvx.drivers.base import Driver
-from kvx.errors import CacheStateError, LayoutError
+from kvx.errors import CacheStateError, LayoutError, OutOfDeviceMemory
 from kvx.region import Mapping, MemoryRegion, regions_of
 from kvx.spec import Segment, SegmentTable
-from kvx.tensor import tensor_over
+from kvx.tensor import resize_mapping, tensor_over
 from kvx.vmm import Reservation, Transaction
 
 
@@ -64,7 +66,7 @@ class Event:
 class ExtensibleKVCache:
     """A KV cache of `table.capacity_blocks` blocks of address space, as many of them committed as were asked for."""
 
-    def __init__(self, driver: Driver, table: SegmentTable, wait_for_streams: Callable[[], None] | None = None) -> None:
+    def __init__(self, driver: Driver, table: SegmentTable) -> None:
         self.table = table
         self.state = CacheState.NEW
         self.committed_blocks = 0
@@ -72,7 +74,6 @@ class ExtensibleKVCache:
         self.generation = 0
         self.events: list[Event] = []
         self._driver = driver
-        self._wait_for_streams = wait_for_streams or driver.synchronize
         self._reservation = Reservation(driver, table.total_bytes)
         self._buffer: torch.Tensor | None = None
         self._views: tuple[torch.Tensor, ...] = ()
@@ -122,9 +123,11 @@ class ExtensibleKVCache:
             base_address=self.base_address, capacity_blocks=self.capacity_blocks,
         )  # fmt: skip
 
-    def check_block_ids(self, block_ids: Iterable[int] | np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
+    def check_block_ids(self, block_ids: Iterable[int] | NDArray[np.integer]) -> None:
         """Raises `LayoutError` with the first id outside the committed blocks. For every list that enters a copy."""
-        ids = np.asarray(block_ids if isinstance(block_ids, np.ndarray) else list(block_ids), dtype=np.int64)
+        ids = np.asarray(block_ids if isinstance(block_ids, np.ndarray) else list(block_ids))
+        if ids.size and ids.dtype.kind not in "iu":  # also whole numbers too large for 64 bits
+            raise LayoutError(f"block ids must be whole numbers of at most 64 bits, found {ids.reshape(-1)[0]!r}, ...")
         if (bad := (ids < 0) | (ids >= self.committed_blocks)).any():
             at = int(np.flatnonzero(bad.reshape(-1))[0])
             raise LayoutError(
@@ -218,10 +221,12 @@ class ExtensibleKVCache:
         if self.state is CacheState.READY and num_blocks == self.committed_blocks:
             return
         keep = live or self.state is CacheState.READY
+        if keep:
+            self._require_room_to_copy(num_blocks)
         with Transaction() as transaction:
             self._close_connectors(transaction)
             self._push_state(transaction)
-            self._wait_for_streams()
+            self._driver.synchronize()
             with self._timed("extend"):
                 for segment in self._segments():
                     self._resize(transaction, segment, self.committed_blocks, num_blocks, keep=keep)
@@ -243,7 +248,7 @@ class ExtensibleKVCache:
         with Transaction() as transaction:
             self._close_connectors(transaction)
             self._push_state(transaction)
-            self._wait_for_streams()
+            self._driver.synchronize()
             for segment in self._segments():
                 allocation = self._reservation.unbind(segment.offset_bytes)
                 transaction.callback(self._reservation.bind, segment.offset_bytes, allocation)
@@ -278,7 +283,7 @@ class ExtensibleKVCache:
             self._opened[-1].close()
             self._opened.pop()
         if self.state not in (CacheState.NEW, CacheState.CLOSED):
-            self._wait_for_streams()
+            self._driver.synchronize()
         self.state = CacheState.CLOSED
         self.committed_blocks = 0
         self._views = ()
@@ -307,39 +312,27 @@ class ExtensibleKVCache:
         """
         old_bytes, new_bytes = self._committed(segment, old_blocks), self._committed(segment, new_blocks)
         if keep:
-            self._replace(segment.offset_bytes, old_bytes, new_bytes)
-            transaction.callback(self._replace, segment.offset_bytes, new_bytes, old_bytes)
+            resize_mapping(self._reservation, self.buffer, segment.offset_bytes, old_bytes, new_bytes)
+            transaction.callback(
+                resize_mapping, self._reservation, self.buffer, segment.offset_bytes, new_bytes, old_bytes
+            )
             return
         self._reservation.drop(segment.offset_bytes)
         transaction.callback(self._reservation.commit_range, segment.offset_bytes, old_bytes)
         self._reservation.commit_range(segment.offset_bytes, new_bytes)
         transaction.callback(self._reservation.drop, segment.offset_bytes)
 
-    def _replace(self, offset_bytes: int, old_bytes: int, new_bytes: int) -> None:
-        """Swaps an allocation for one of another size with the same content (zeros beyond it)."""
-        scratch = Reservation(self._driver, new_bytes)
-        with Transaction() as transaction:
-            scratch.reserve()
-            transaction.callback(scratch.release)
-            scratch.commit_range(0, new_bytes)
-            self._copy_content(offset_bytes, scratch, min(old_bytes, new_bytes))
-            allocation = scratch.unbind(0)
-            transaction.callback(scratch.park, allocation)
-            old = self._reservation.unbind(offset_bytes)
-            transaction.callback(self._reservation.bind, offset_bytes, old)
-            self._reservation.bind(offset_bytes, allocation)
-            transaction.callback(self._reservation.unbind, offset_bytes)
-            scratch.release()
-            self._driver.release(old)
-            transaction.commit()
-
-    def _copy_content(self, offset_bytes: int, scratch: Reservation, kept_bytes: int) -> None:
-        copy = tensor_over(scratch)
-        with self._timed("copy"):
-            copy[:kept_bytes].copy_(self.buffer[offset_bytes : offset_bytes + kept_bytes])
-            if not self._driver.allocations_are_zero:
-                copy[kept_bytes:].zero_()
-            self._driver.synchronize()
+    def _require_room_to_copy(self, num_blocks: int) -> None:
+        """A copying extend, and its undo, hold one segment's old memory on top of the growth. Without room for that
+        the undo of a failed extend could fail too, so it is not begun."""
+        before = [self._committed(segment, self.committed_blocks) for segment in self._segments()]
+        after = [self._committed(segment, num_blocks) for segment in self._segments()]
+        needed, free = sum(after) - sum(before) + max(before), self._driver.memory_info().free_bytes
+        if needed > free:
+            raise OutOfDeviceMemory(
+                "extend_kv_cache", errno.ENOMEM, "ENOMEM",
+                f"{needed} bytes needed while blocks are copied, {free} bytes are free; ask for fewer blocks",
+            )  # fmt: skip
 
     def _zero(self, num_blocks: int) -> None:
         """Writes zeros over the committed part of every segment, where the driver has not done so."""

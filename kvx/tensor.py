@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from kvx.errors import LayoutError
 from kvx.spec import CacheGeometry
-from kvx.vmm import Reservation
+from kvx.vmm import Reservation, Transaction
 
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2, "rocm": 10}  # DLDeviceType
 
@@ -81,6 +81,39 @@ def tensor_over(reservation: Reservation) -> torch.Tensor:
         _forget(address)
         raise
     return tensor
+
+
+def resize_mapping(
+    reservation: Reservation, buffer: torch.Tensor, offset_bytes: int, old_bytes: int, new_bytes: int
+) -> None:
+    """Puts one allocation of another size at an offset, with the same content and zeros beyond it.
+
+    Old and new memory exist side by side while it copies. A failure leaves the old mapping as it was.
+    """
+    scratch = Reservation(reservation.driver, new_bytes)
+    with Transaction() as transaction:
+        scratch.reserve()
+        transaction.callback(scratch.release)
+        scratch.commit_range(0, new_bytes)
+        kept = min(old_bytes, new_bytes)
+        _copy_into(scratch, buffer[offset_bytes : offset_bytes + kept])
+        allocation = scratch.unbind(0)
+        transaction.callback(scratch.park, allocation)
+        old = reservation.unbind(offset_bytes)
+        transaction.callback(reservation.bind, offset_bytes, old)
+        reservation.bind(offset_bytes, allocation)
+        transaction.callback(reservation.unbind, offset_bytes)
+        scratch.release()
+        reservation.driver.release(old)
+        transaction.commit()
+
+
+def _copy_into(scratch: Reservation, content: torch.Tensor) -> None:
+    copy = tensor_over(scratch)
+    copy[: content.numel()].copy_(content)
+    if not scratch.driver.allocations_are_zero:
+        copy[content.numel() :].zero_()
+    scratch.driver.synchronize()
 
 
 def views_of(buffer: torch.Tensor, geometry: CacheGeometry, *, kernel_blocks: bool = False) -> dict[str, torch.Tensor]:

@@ -76,11 +76,11 @@ class HostDriver(Driver):
 
     def create(self, nbytes: int) -> Allocation:
         self._require_granules(nbytes=nbytes)
-        free = self._memory_info().free_bytes
-        if nbytes + HEADROOM_BYTES > free:
+        free = self.memory_info().free_bytes
+        if nbytes > free:
             raise OutOfDeviceMemory(
                 "create", errno.ENOMEM, "ENOMEM",
-                f"{nbytes} bytes wanted and {HEADROOM_BYTES} kept free, but this process may take {free} bytes more; "
+                f"{nbytes} bytes wanted, but this process may take only {free} more (with {HEADROOM_BYTES} kept free); "
                 "ask for fewer blocks, or stop something",
             )  # fmt: skip
         home = self._aligned_range(nbytes)
@@ -118,7 +118,8 @@ class HostDriver(Driver):
             raise
 
     def memory_info(self) -> MemoryInfo:
-        return self._memory_info()
+        found = self._memory_info()
+        return MemoryInfo(max(0, found.free_bytes - HEADROOM_BYTES), found.total_bytes)
 
     def _aligned_range(self, nbytes: int) -> int:
         """Address space without memory, `nbytes` long, that starts on a granule."""
