@@ -1,0 +1,228 @@
+"""What both halves of the hand-off need of their own engine: its geometry, memory, settings and outcomes."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from kvx import inject
+from kvx.connector import Connector, ConnectorState
+from kvx.digest import GroupDigests, digests
+from kvx.errors import ConnectorError
+from kvx.geometry import GroupGeometry
+from kvx.inject import Fault, Injector
+from kvx.metrics import HandoffMetrics
+from kvx.peer import EngineInfo, PeerDescriptor
+
+
+@dataclass(frozen=True)
+class HandoffSettings:
+    """Everything a user may set. `verify` takes and compares digests; `inject` is for negative controls only."""
+
+    connectors: tuple[str, ...] = ("nixl",)
+    side_channel_host: str = "127.0.0.1"
+    side_channel_port: int = 0
+    lease_s: float = 30.0
+    grace_s: float = 5.0
+    transfer_deadline_s: float = 10.0
+    verify: Literal["off", "all"] = "off"
+    inject: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lease_s", "grace_s", "transfer_deadline_s"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value <= 3600 or (name != "grace_s" and value == 0):
+                raise ConnectorError(f"{name} is {value!r}; it needs seconds, more than 0 and at most 3600")
+        if self.verify not in ("off", "all"):
+            raise ConnectorError(f"verify is {self.verify!r}; it needs 'off' or 'all'")
+        if not isinstance(self.side_channel_port, int) or not 0 <= self.side_channel_port < 65536:
+            raise ConnectorError(f"side_channel_port is {self.side_channel_port!r}; it needs a port, or 0 for any")
+        if self.inject is not None and self.verify == "off":
+            raise ConnectorError(f"inject is {self.inject!r} but verify is 'off': nothing would notice; set verify")
+        Injector(self.inject)
+
+
+@dataclass(frozen=True)
+class HandoffEvents:
+    """Request ids, each once. `released` and `expired`: the owner may free the blocks. `failed`: with the cause."""
+
+    released: frozenset[str] = frozenset()
+    expired: frozenset[str] = frozenset()
+    received: frozenset[str] = frozenset()
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+class Outbox:
+    """Outcomes on their way from the hand-off thread to the engine's."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._released: set[str] = set()
+        self._expired: set[str] = set()
+        self._received: set[str] = set()
+        self._failed: dict[str, str] = {}
+
+    def put(
+        self, *, released: Sequence[str] = (), expired: Sequence[str] = (), received: Sequence[str] = (),
+        failed: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        with self._changed:
+            self._released.update(released)
+            self._expired.update(expired)
+            self._received.update(received)
+            self._failed.update(failed or {})
+            self._changed.notify_all()
+
+    def take(self) -> HandoffEvents:
+        with self._changed:
+            events = HandoffEvents(
+                frozenset(self._released), frozenset(self._expired), frozenset(self._received), dict(self._failed)
+            )
+            for kept in (self._released, self._expired, self._received, self._failed):
+                kept.clear()
+            return events
+
+    def wait(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(self._has_any, timeout_s)
+
+    def _has_any(self) -> bool:
+        return bool(self._released or self._expired or self._received or self._failed)
+
+
+class EngineSide:
+    """One rank's own side. `post` runs a callable on the hand-off thread."""
+
+    def __init__(
+        self,
+        settings: HandoffSettings,
+        info: EngineInfo,
+        connectors: Sequence[Connector],
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.settings, self.info, self.connectors, self.post = settings, info, tuple(connectors), post
+        self.instance = uuid.uuid4().hex
+        self.metrics = HandoffMetrics()
+        self.outbox = Outbox()
+        self.injector = Injector(settings.inject)
+        self.groups: tuple[GroupGeometry, ...] = ()
+        self.views: Mapping[str, torch.Tensor] = {}
+        self.num_blocks = 0
+        self.generation = 0
+        self.layout = ""
+        self._digester: ThreadPoolExecutor | None = None
+
+    @property
+    def verifies(self) -> bool:
+        return self.settings.verify == "all"
+
+    @property
+    def reader_name(self) -> str:
+        return f"{self.info.engine_id}/{self.info.tp_rank}/{self.instance}"
+
+    def update(
+        self, groups: Sequence[GroupGeometry], views: Mapping[str, torch.Tensor], num_blocks: int, generation: int,
+        layout: str,
+    ) -> None:  # fmt: skip
+        """The cache as it is from now on."""
+        self.groups, self.views, self.num_blocks = tuple(groups), dict(views), num_blocks
+        self.generation, self.layout = generation, layout
+
+    def describe(self) -> PeerDescriptor:
+        """ConnectorStateError while the connectors are closed."""
+        opened = [connector for connector in self.connectors if connector.state is ConnectorState.OPEN]
+        if not opened:
+            raise ConnectorError(f"engine {self.info.engine_id} has no open connector; its cache is not ready")
+        return PeerDescriptor(
+            info=self.info,
+            instance=self.instance,
+            generation=self.generation,
+            layout=self.layout,
+            groups=self.groups,
+            num_blocks=self.num_blocks,
+            digests=self.verifies,
+            connectors={connector.name: connector.metadata() for connector in opened},
+        )
+
+    def take_digests(
+        self, blocks: Sequence[Sequence[int]], first_token: int, num_tokens: int
+    ) -> Future[list[GroupDigests]]:
+        """Digests of every layer group, taken on a thread of their own."""
+        if self._digester is None:
+            self._digester = ThreadPoolExecutor(1, thread_name_prefix="kvx-digests")
+        groups, views = self.groups, self.views
+
+        def take() -> list[GroupDigests]:
+            return [
+                digests(views, group, of_group, first_token, num_tokens)
+                for group, of_group in zip(groups, blocks, strict=True)
+            ]
+
+        return self._digester.submit(take)
+
+    def fail(self, request_id: str, cause: str) -> None:
+        self.outbox.put(failed={request_id: cause})
+
+    def receive(self, request_id: str) -> None:
+        self.outbox.put(received=[request_id])
+
+    def close(self) -> None:
+        """Wait for digests being taken: they read the cache's memory."""
+        if self._digester is not None:
+            self._digester.shutdown(wait=True, cancel_futures=True)
+            self._digester = None
+
+    # Faults
+
+    def injected_swap(
+        self,
+        sources: list[list[int]],
+        theirs: PeerDescriptor,
+        wanted: Sequence[Sequence[int]],
+        first_token: int,
+        num_tokens: int,
+    ) -> list[list[int]]:
+        """The owner's block lists, with two ids exchanged when that fault is configured."""
+        result = list(sources)
+        place = self._first_wanted(wanted, first_token, num_tokens)
+        if place is not None and self.injector.take(Fault.SWAP_BLOCKS):
+            index, positions = place
+            ours, owners = self.groups[index].block_size_tokens, theirs.groups[index].block_size_tokens
+            source_positions = sorted({max(first_token, position * ours) // owners for position in positions})
+            result[index] = inject.swapped(result[index], source_positions, theirs.num_blocks)
+        return result
+
+    def injected_flip(self, wanted: Sequence[Sequence[int]], first_token: int, num_tokens: int) -> None:
+        """Change a byte of what has arrived, when that fault is configured."""
+        place = self._first_wanted(wanted, first_token, num_tokens)
+        if place is not None and self.injector.take(Fault.FLIP_BYTE):
+            index, positions = place
+            group = self.groups[index]
+            token = max(first_token, positions[0] * group.block_size_tokens)
+            inject.flip_byte(self.views, group, wanted[index][positions[0]], token)
+
+    def injected_reuse(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Reuse the first block of a hold that was freed early."""
+        for group, of_group in zip(self.groups, blocks, strict=True):
+            for block in of_group:
+                if block >= 0:
+                    inject.overwrite(self.views, group, block)
+                    return
+
+    def _first_wanted(
+        self, wanted: Sequence[Sequence[int]], first_token: int, num_tokens: int
+    ) -> tuple[int, list[int]] | None:
+        """(layer group, positions) of the first group with a wanted block in the range."""
+        for index, blocks in enumerate(wanted):
+            size = self.groups[index].block_size_tokens
+            positions = range(first_token // size, -(-(first_token + num_tokens) // size))
+            found = [position for position in positions if position < len(blocks) and blocks[position] >= 0]
+            if found:
+                return index, found
+        return None

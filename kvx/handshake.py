@@ -1,0 +1,227 @@
+"""The side channel's messages: msgpack, versioned, size-limited, decoded strictly into these types and no others.
+
+Reader and owner: the reader asks HELLO once, then for each hand-off CLAIM, DIGESTS (when verifying) and RELEASE.
+Block ids come from the owner's claim reply, never from what passed through an HTTP client.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Annotated, Any
+
+import msgspec
+import zmq
+
+from kvx.errors import HandshakeError
+from kvx.geometry import GroupGeometry
+from kvx.peer import EngineInfo, PeerDescriptor
+
+PROTOCOL_VERSION = 1
+# A claim reply of a million blocks and a page of digests fit; a request never comes near it.
+MESSAGE_LIMIT_BYTES = 8 << 20
+DIGEST_PAGE_BYTES = 1 << 20
+
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
+    """Common to all: the protocol version, and the request's number, which its reply repeats."""
+
+    version: int = PROTOCOL_VERSION
+    sequence: Count
+
+
+class Hello(Message):
+    engine_id: Text
+
+
+class Welcome(Message):
+    """A PeerDescriptor; layer groups as GroupGeometry.to_wire gives them."""
+
+    info: EngineInfo
+    instance: Text
+    generation: Count
+    layout: Text
+    groups: list[dict[str, Any]]
+    num_blocks: Count
+    digests: bool
+    connectors: dict[str, bytes]
+
+
+class Claim(Message):
+    """Ask for a held request. One not held yet is waited for, `wait_s` at most."""
+
+    request_id: Text
+    reader: Text
+    wait_s: Seconds
+
+
+class Claimed(Message):
+    """`blocks`: per layer group, by position, -1 where there is none. `left_s`: how long they are surely kept."""
+
+    request_id: Text
+    instance: Text
+    generation: Count
+    blocks: list[list[int]]
+    num_tokens: Count
+    left_s: Seconds
+
+
+class Digests(Message):
+    """Ask for digests of tokens [first_token, first_token + num_tokens), heads [head_start, + head_count)."""
+
+    request_id: Text
+    group: Count
+    first_token: Count
+    num_tokens: Count
+    head_start: Count
+    head_count: Count
+
+
+class DigestPage(Message):
+    """`digests`: [head, token, 16] bytes."""
+
+    request_id: Text
+    digests: bytes
+
+
+class Release(Message):
+    """The reader is done with a hold, one way or the other. Has no reply."""
+
+    request_id: Text
+    reader: Text
+
+
+class Status(Message):
+    pass
+
+
+class StatusReply(Message):
+    status: dict[str, Any]
+
+
+class Refused(Message):
+    reason: str
+
+
+Request = Hello | Claim | Digests | Release | Status
+Reply = Welcome | Claimed | DigestPage | StatusReply | Refused
+
+
+class _Header(msgspec.Struct):
+    """What every version of the protocol has."""
+
+    version: int
+    sequence: int = 0
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_HEADER_DECODER = msgspec.msgpack.Decoder(_Header)
+_REQUEST_DECODER: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_REPLY_DECODER: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+class RefusedMessage(HandshakeError):
+    """A message that cannot be decoded; `sequence` is its number where that could be read."""
+
+    def __init__(self, message: str, sequence: int = 0) -> None:
+        super().__init__(message)
+        self.sequence = sequence
+
+
+def encode(message: Message) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decode_request(data: bytes) -> Request:
+    """RefusedMessage when it is too long, of another protocol version, or not exactly one of the requests."""
+    sequence = _check_envelope(data)
+    try:
+        return _REQUEST_DECODER.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RefusedMessage(f"not a side channel request: {error}", sequence) from error
+
+
+def decode_reply(data: bytes) -> Reply:
+    """The same for replies."""
+    sequence = _check_envelope(data)
+    try:
+        return _REPLY_DECODER.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RefusedMessage(f"not a side channel reply: {error}", sequence) from error
+
+
+def _check_envelope(data: bytes) -> int:
+    if len(data) > MESSAGE_LIMIT_BYTES:
+        raise RefusedMessage(f"a side channel message has {len(data)} bytes, the limit is {MESSAGE_LIMIT_BYTES}")
+    try:
+        header = _HEADER_DECODER.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RefusedMessage(f"not a side channel message: {error}") from error
+    if header.version != PROTOCOL_VERSION:
+        raise RefusedMessage(
+            f"side channel protocol {header.version} found, {PROTOCOL_VERSION} spoken here; use one version of kvx",
+            max(header.sequence, 0),
+        )
+    return header.sequence
+
+
+def welcome(sequence: int, ours: PeerDescriptor) -> Welcome:
+    """Our descriptor as a message."""
+    return Welcome(
+        sequence=sequence,
+        info=ours.info,
+        instance=ours.instance,
+        generation=ours.generation,
+        layout=ours.layout,
+        groups=[group.to_wire() for group in ours.groups],
+        num_blocks=ours.num_blocks,
+        digests=ours.digests,
+        connectors=dict(ours.connectors),
+    )
+
+
+def descriptor(message: Welcome) -> PeerDescriptor:
+    """A peer's descriptor from its message; LayoutError when a layer group is malformed."""
+    return PeerDescriptor(
+        info=message.info,
+        instance=message.instance,
+        generation=message.generation,
+        layout=message.layout,
+        groups=tuple(GroupGeometry.from_wire(group) for group in message.groups),
+        num_blocks=message.num_blocks,
+        digests=message.digests,
+        connectors=message.connectors,
+    )
+
+
+def endpoint(host: str, port: int) -> str:
+    """A ZeroMQ address of exactly this host; names are resolved, as ZeroMQ binds to addresses only."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise HandshakeError(f"side channel host {host!r} has no address: {error}; use an address of a host") from error
+    number = f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
+    return f"tcp://{number}:{port}"
+
+
+def request_status(host: str, port: int, timeout_s: float = 5.0) -> dict[str, Any]:
+    """An engine's status over its side channel; HandshakeError when there is no readable answer in time."""
+    context = zmq.Context()
+    channel = context.socket(zmq.DEALER)
+    try:
+        channel.setsockopt(zmq.LINGER, 0)
+        channel.setsockopt(zmq.IPV6, 1)
+        channel.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT_BYTES)
+        channel.connect(endpoint(host, port))
+        channel.send(encode(Status(sequence=1)))
+        if not channel.poll(round(timeout_s * 1000)):
+            raise HandshakeError(f"no status from the side channel of {host}:{port} within {timeout_s:g} s")
+        reply = decode_reply(channel.recv())
+    finally:
+        context.destroy(linger=0)
+    if not isinstance(reply, StatusReply):
+        raise HandshakeError(f"the side channel of {host}:{port} answered a status request with {reply}")
+    return reply.status

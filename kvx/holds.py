@@ -1,0 +1,181 @@
+"""The owner's side of a hand-off: blocks kept for a reader until it has read them, or until the lease ends.
+
+An unclaimed hold ends with its lease; a claimed one at most `grace_s` later. Its reader is told how long it has and
+discards what it read after that, so a block is never taken for good after the owner let go of it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvx.digest import GroupDigests
+from kvx.errors import HandshakeError
+from kvx.handshake import Claim, Claimed, DigestPage, Digests, Message, Refused
+
+KEPT_ENDINGS = 4096
+DigestsFuture = Future[list[GroupDigests]]
+Send = Callable[[bytes, Message], None]
+
+
+@dataclass(eq=False)
+class Hold:
+    """One request's blocks per layer group, by position. Times are monotonic."""
+
+    request_id: str
+    blocks: tuple[tuple[int, ...], ...]
+    num_tokens: int
+    expires: float
+    digests: DigestsFuture | None = None
+    reader: str | None = None
+    # For the injection `stale` only: freed early, and answered when its blocks have other content.
+    is_stale: bool = False
+
+    def covers_any(self, other: Hold) -> bool:
+        """Whether it holds a block of `other`, in the same layer group."""
+        pairs = zip(self.blocks, other.blocks, strict=True)
+        return any(block >= 0 and block in theirs for ours, theirs in pairs for block in ours)
+
+
+@dataclass(eq=False)
+class _ParkedClaim:
+    sender: bytes
+    claim: Claim
+    until: float
+
+
+@dataclass
+class HoldTable:
+    """Pure state: knows no clock, socket or thread. `instance` and `generation` go into claim replies."""
+
+    instance: str
+    grace_s: float
+    send: Send
+    generation: int = 0
+    holds: dict[str, Hold] = field(default_factory=dict)
+    _parked: list[_ParkedClaim] = field(default_factory=list)
+    _endings: OrderedDict[str, str] = field(default_factory=OrderedDict)
+
+    @property
+    def num_held(self) -> int:
+        return sum(not hold.is_stale for hold in self.holds.values())
+
+    @property
+    def is_being_read(self) -> bool:
+        return any(hold.reader is not None for hold in self.holds.values())
+
+    def add(self, hold: Hold, now: float) -> None:
+        """Keep a request's blocks; a claim that came before them is answered now."""
+        self.holds[hold.request_id] = hold
+        self._endings.pop(hold.request_id, None)
+        self.answer_parked(hold.request_id, now)
+
+    def claim(self, sender: bytes, claim: Claim, now: float) -> None:
+        """Answer with the hold's own block ids; park the claim of a request that is not known yet."""
+        hold = self.holds.get(claim.request_id)
+        is_unknown = hold is None and claim.request_id not in self._endings
+        if is_unknown or (hold is not None and hold.is_stale):
+            self._parked.append(_ParkedClaim(sender, claim, now + claim.wait_s))
+        elif hold is None:
+            self._refuse(sender, claim, f"request {claim.request_id} {self._endings[claim.request_id]}")
+        elif hold.reader not in (None, claim.reader):
+            self._refuse(sender, claim, f"request {claim.request_id} is being read by {hold.reader} already")
+        else:
+            hold.reader = claim.reader
+            self.send(sender, self._claimed(hold, claim.sequence, now))
+
+    def answer_parked(self, request_id: str, now: float) -> None:
+        """Claims of this request again, in the order they came."""
+        ready = [parked for parked in self._parked if parked.claim.request_id == request_id]
+        self._parked = [parked for parked in self._parked if parked.claim.request_id != request_id]
+        for parked in ready:
+            self.claim(parked.sender, parked.claim, now)
+
+    def release(self, request_id: str, reader: str) -> bool:
+        """The reader is done or gave up; True when a hold ended by it. A claim still parked is forgotten."""
+        self._parked = [
+            parked
+            for parked in self._parked
+            if (parked.claim.request_id, parked.claim.reader) != (request_id, reader)
+        ]
+        hold = self.holds.get(request_id)
+        if hold is None or hold.reader not in (None, reader):
+            return False
+        self._end(hold, "was released: its reader is done")
+        return not hold.is_stale
+
+    def drop(self, request_id: str) -> bool:
+        """Local abort; True when the hold ended now. One that is being read ends with its reader or its lease."""
+        hold = self.holds.get(request_id)
+        if hold is None or hold.reader is not None:
+            return False
+        self._end(hold, "was aborted by its owner")
+        self._refuse_parked(request_id)
+        return True
+
+    def expire(self, now: float) -> list[str]:
+        """Requests whose hold has ended by time, for good; parked claims past their time are refused."""
+        ended = [hold for hold in self.holds.values() if now >= self._ends(hold)]
+        for hold in ended:
+            self._end(hold, "is kept no longer: its lease ran out")
+            self._refuse_parked(hold.request_id)
+        for parked in [item for item in self._parked if now >= item.until]:
+            self._parked.remove(parked)
+            self._refuse(parked.sender, parked.claim, f"request {parked.claim.request_id} is not held here")
+        return [hold.request_id for hold in ended if not hold.is_stale]
+
+    def next_time(self) -> float | None:
+        """When `expire` has something to do."""
+        times = [self._ends(hold) for hold in self.holds.values()] + [parked.until for parked in self._parked]
+        return min(times, default=None)
+
+    def digest_page(self, ask: Digests) -> DigestPage:
+        """Digests that the hold's owner took. HandshakeError when they are not there (the future is done)."""
+        hold = self.holds.get(ask.request_id)
+        if hold is None or hold.digests is None or not hold.digests.done():
+            raise HandshakeError(f"no digests of request {ask.request_id} are kept here")
+        groups = hold.digests.result()
+        if ask.group >= len(groups):
+            raise HandshakeError(f"request {ask.request_id} has {len(groups)} layer groups, asked for {ask.group}")
+        group = groups[ask.group]
+        tokens = slice(ask.first_token, ask.first_token + ask.num_tokens)
+        heads = slice(ask.head_start, ask.head_start + ask.head_count)
+        values = group.values[heads, tokens]
+        if values.shape[:2] != (ask.head_count, ask.num_tokens) or not group.present[tokens].all():
+            raise HandshakeError(f"request {ask.request_id} has no digests of all of tokens {tokens}, heads {heads}")
+        return DigestPage(sequence=ask.sequence, request_id=ask.request_id, digests=values.tobytes())
+
+    def _claimed(self, hold: Hold, sequence: int, now: float) -> Claimed:
+        return Claimed(
+            sequence=sequence,
+            request_id=hold.request_id,
+            instance=self.instance,
+            generation=self.generation,
+            blocks=[list(blocks) for blocks in hold.blocks],
+            num_tokens=hold.num_tokens,
+            left_s=min(max(0.0, self._ends(hold) - now), 86400.0),
+        )
+
+    def _ends(self, hold: Hold) -> float:
+        return hold.expires + (self.grace_s if hold.reader is not None else 0.0)
+
+    def _end(self, hold: Hold, ending: str) -> None:
+        del self.holds[hold.request_id]
+        self._endings[hold.request_id] = ending
+        while len(self._endings) > KEPT_ENDINGS:
+            self._endings.popitem(last=False)
+
+    def _refuse_parked(self, request_id: str) -> None:
+        for parked in [item for item in self._parked if item.claim.request_id == request_id]:
+            self._parked.remove(parked)
+            self._refuse(parked.sender, parked.claim, f"request {request_id} {self._endings[request_id]}")
+
+    def _refuse(self, sender: bytes, claim: Claim, reason: str) -> None:
+        self.send(sender, Refused(sequence=claim.sequence, reason=reason))
+
+
+def stale_covered(holds: Iterable[Hold], new: Hold) -> list[Hold]:
+    """Stale holds of which `new` reuses a block."""
+    return [hold for hold in holds if hold.is_stale and hold is not new and new.covers_any(hold)]

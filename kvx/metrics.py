@@ -1,0 +1,58 @@
+"""What the hand-off counts: read by `status`, on the side channel and by tests."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+KEPT_DURATIONS = 1000
+KEPT_MISMATCHES = 100
+
+
+@dataclass
+class HandoffMetrics:
+    """Counters since the start. Written by the hand-off thread alone; reading them from another one is harmless."""
+
+    released: int = 0
+    expired: int = 0
+    received: int = 0
+    failed: int = 0
+    transfers: int = 0
+    bytes: int = 0
+    blocks: int = 0
+    descriptors: int = 0
+    digests_checked: int = 0
+    digests_mismatched: int = 0
+    mismatches: list[dict[str, Any]] = field(default_factory=list)
+    messages_refused: int = 0
+    internal_errors: int = 0
+    durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_DURATIONS))
+    spans_s: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=KEPT_DURATIONS))
+
+    def mismatch(self, request_id: str, layer_group: str, position: int) -> None:
+        """One hand-off whose digests differ, first at this token position."""
+        if len(self.mismatches) < KEPT_MISMATCHES:
+            self.mismatches.append({"request": request_id, "layer_group": layer_group, "position": position})
+
+    def as_status(self, holds: int) -> dict[str, Any]:
+        """Plain values for msgpack and JSON. `holds`: how many are kept now."""
+        return {
+            "handoff": {"holds": holds, "released": self.released, "expired": self.expired},
+            "transfer": {
+                "bytes": self.bytes,
+                "blocks": self.blocks,
+                "count": self.transfers,
+                "received": self.received,
+                "failed": self.failed,
+                "descriptors": self.descriptors,
+            },
+            "digests": {
+                "checked": self.digests_checked,
+                "mismatched": self.digests_mismatched,
+                "mismatches": list(self.mismatches),
+            },
+            "side_channel": {"refused": self.messages_refused, "internal_errors": self.internal_errors},
+            "handoff_s": list(self.durations_s),
+            "spans_s": list(self.spans_s),
+        }

@@ -1,0 +1,522 @@
+"""The reader's side of a hand-off: greet, claim, move, check, release.
+
+    GREET  shake hands with the owner (once for each instance and generation of it)
+    CLAIM  the owner answers with its own block ids and how long it keeps them
+    MOVE   the planned runs are read; over when every transfer is terminal
+    CHECK  only when verifying: our digests of what arrived against the owner's
+
+Everything here runs on the hand-off thread. A pull ends exactly once, as received or as failed, and not before no
+transfer touches its blocks any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeVar
+
+import numpy as np
+
+from kvx.connector import Connector, ConnectorState, Op, Transfer, TransferState
+from kvx.digest import DIGEST_BYTES, GroupDigests, first_difference
+from kvx.engine_side import EngineSide
+from kvx.errors import (
+    ConnectorError,
+    HandshakeError,
+    KVXError,
+    PeerMismatch,
+    TransferError,
+    TransferTimeout,
+    VerificationError,
+)
+from kvx.handshake import (
+    DIGEST_PAGE_BYTES,
+    Claim,
+    Claimed,
+    DigestPage,
+    Digests,
+    Hello,
+    Refused,
+    Release,
+    Reply,
+    Welcome,
+    descriptor,
+)
+from kvx.peer import Peer, PeerDescriptor, require_compatible
+from kvx.plan import Runs, plan
+from kvx.sidechannel import Link
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pull:
+    """What the engine asks for. `blocks`: per layer group, by position; -1 where nothing is wanted."""
+
+    request_id: str
+    remote_request_id: str
+    remote_engine_id: str
+    host: str
+    port: int
+    blocks: Sequence[Sequence[int]]
+    first_token: int
+    num_tokens: int
+
+
+class Phase(StrEnum):
+    GREET = "greet"
+    CLAIM = "claim"
+    MOVE = "move"
+    CHECK = "check"
+
+
+@dataclass(eq=False)
+class Owner:
+    """All that is known about one engine that we read from: its link, its descriptor, its connector's peer."""
+
+    link: Link
+    descriptor: PeerDescriptor | None = None
+    connector: Connector | None = None
+    peer: Peer | None = None
+    greeting: bool = False
+    pulls: set[ActivePull] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class ActivePull:
+    """One pull on its way. Times are monotonic; `kept_until` is our own clock's bound on the owner's lease."""
+
+    spec: Pull
+    owner: Owner
+    started: float
+    deadline: float
+    phase: Phase = Phase.GREET
+    claim_sent: float = 0.0
+    kept_until: float = 0.0
+    has_claimed: bool = False
+    times_greeted: int = 0
+    transfers: list[Transfer] = field(default_factory=list)
+    cause: KVXError | None = None
+    moved: Runs = field(default_factory=Runs.empty)
+    pages: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    num_pages: int = 0
+    own_digests: list[GroupDigests] | None = None
+    spans_s: dict[str, float] = field(default_factory=dict)
+    span_started: float = 0.0
+
+
+class Puller:
+    """All pulls of one engine rank."""
+
+    def __init__(self, side: EngineSide, open_link: Callable[[str, int], Link], close_link: Callable[[Link], None]):
+        self._side = side
+        self._open_link, self._close_link = open_link, close_link
+        self._owners: dict[tuple[str, int], Owner] = {}
+        self._pulls: dict[str, ActivePull] = {}
+        self._by_transfer: dict[Transfer, ActivePull] = {}
+
+    @property
+    def links(self) -> list[Link]:
+        return [owner.link for owner in self._owners.values()]
+
+    @property
+    def is_moving(self) -> bool:
+        return bool(self._by_transfer)
+
+    def start(self, spec: Pull, now: float) -> None:
+        """Begin; every outcome, refusals included, goes to the outbox."""
+        if spec.request_id in self._pulls:
+            self._side.fail(spec.request_id, f"request {spec.request_id} is being pulled already")
+            return
+        try:
+            owner = self._owner(spec.host, spec.port)
+        except KVXError as error:
+            self._side.fail(spec.request_id, str(error))
+            return
+        pull = ActivePull(spec, owner, started=now, deadline=now + self._side.settings.transfer_deadline_s)
+        pull.span_started = now
+        self._pulls[spec.request_id] = pull
+        owner.pulls.add(pull)
+        self._guard(pull, self._greet_or_claim)
+
+    def cancel(self, request_id: str) -> None:
+        """A request of the engine's: the pull ends as failed, once its blocks are safe."""
+        pull = self._pulls.get(request_id)
+        if pull is not None:
+            self._fail(pull, TransferError("cancelled by the engine"))
+
+    def on_transfer(self, transfer: Transfer) -> None:
+        """A transfer of ours became terminal."""
+        pull = self._by_transfer.pop(transfer, None)
+        if pull is None:
+            return
+        pull.transfers.remove(transfer)
+        if transfer.state is not TransferState.DONE and pull.cause is None:
+            self._fail(pull, transfer.cause or TransferError(f"a transfer was {transfer.state.value}"))
+        elif not pull.transfers:
+            self._guard(pull, self._moved)
+
+    def on_link_lost(self, link: Link) -> None:
+        """The owner's process ended, or closed the connection: nothing that is still to come will come."""
+        owner = self._owners.pop((link.host, link.port), None)
+        if owner is None:
+            return
+        error = HandshakeError(f"engine {link.host}:{link.port} closed its side channel; is it still running?")
+        for pull in list(owner.pulls):
+            self._fail(pull, error)
+        self._disconnect(owner)
+        self._close_link(link)
+
+    def tick(self, now: float) -> None:
+        """Deadlines of everything but transfers, whose deadlines are the connector's."""
+        for pull in list(self._pulls.values()):
+            if now >= pull.deadline and pull.phase is not Phase.MOVE and pull.cause is None:
+                where = f"{pull.spec.host}:{pull.spec.port}"
+                waited = f"within {self._side.settings.transfer_deadline_s:g} s"
+                self._fail(pull, TransferTimeout(f"no answer to {pull.phase.value} from engine {where} {waited}"))
+
+    def next_time(self) -> float | None:
+        waiting = (pull.deadline for pull in self._pulls.values() if pull.phase is not Phase.MOVE)
+        return min(waiting, default=None)
+
+    def close(self) -> None:
+        """Fail what is on its way. The caller has made sure that no transfer is."""
+        for pull in list(self._pulls.values()):
+            self._fail(pull, ConnectorError("the hand-off was closed"))
+        for owner in list(self._owners.values()):
+            self._close_link(owner.link)
+        self._owners.clear()
+
+    # GREET
+
+    def _owner(self, host: str, port: int) -> Owner:
+        owner = self._owners.get((host, port))
+        if owner is None:
+            owner = self._owners[host, port] = Owner(self._open_link(host, port))
+        return owner
+
+    def _greet_or_claim(self, pull: ActivePull) -> None:
+        owner = pull.owner
+        if owner.descriptor is not None and owner.peer is not None and owner.peer.connected:
+            self._claim(pull)
+            return
+        pull.phase = Phase.GREET
+        pull.times_greeted += 1
+        if not owner.greeting:
+            owner.greeting = True
+            hello = Hello(sequence=0, engine_id=self._side.info.engine_id)
+            owner.link.ask(hello, lambda reply: self._on_welcome(owner, reply))
+
+    def _on_welcome(self, owner: Owner, reply: Reply) -> None:
+        owner.greeting = False
+        waiting = [pull for pull in owner.pulls if pull.phase is Phase.GREET and pull.cause is None]
+        try:
+            self._connect(owner, reply)
+        except KVXError as error:
+            for pull in waiting:
+                self._fail(pull, error)
+            return
+        for pull in waiting:
+            self._guard(pull, self._claim)
+
+    def _connect(self, owner: Owner, reply: Reply) -> None:
+        theirs = descriptor(_expect(reply, Welcome))
+        ours = self._side.describe()
+        require_compatible(ours, theirs)
+        connector = self._choose_connector(theirs)
+        self._disconnect(owner)
+        owner.peer = connector.connect(theirs.connectors[connector.name])
+        owner.connector, owner.descriptor = connector, theirs
+
+    def _choose_connector(self, theirs: PeerDescriptor) -> Connector:
+        for connector in self._side.connectors:
+            if connector.name in theirs.connectors and Op.READ in connector.capabilities.operations:
+                return connector
+        names = [connector.name for connector in self._side.connectors]
+        raise PeerMismatch("connectors", names, sorted(theirs.connectors), "configure one that both have")
+
+    def _disconnect(self, owner: Owner) -> None:
+        if owner.connector is not None and owner.peer is not None:
+            owner.connector.disconnect(owner.peer)
+        owner.connector = owner.peer = owner.descriptor = None
+
+    # CLAIM
+
+    def _claim(self, pull: ActivePull) -> None:
+        theirs = pull.owner.descriptor
+        assert theirs is not None
+        if theirs.info.engine_id != pull.spec.remote_engine_id:
+            raise PeerMismatch(
+                f"engine at {pull.spec.host}:{pull.spec.port}",
+                pull.spec.remote_engine_id,
+                theirs.info.engine_id,
+                "ask the engine that holds the request",
+            )
+        now = time.monotonic()
+        self._span(pull, "greet", now)
+        pull.phase, pull.claim_sent, pull.has_claimed = Phase.CLAIM, now, True
+        claim = Claim(
+            sequence=0,
+            request_id=pull.spec.remote_request_id,
+            reader=self._side.reader_name,
+            wait_s=max(0.0, pull.deadline - now),
+        )
+        pull.owner.link.ask(claim, lambda reply: self._guard(pull, lambda pull: self._on_claimed(pull, reply)))
+
+    def _on_claimed(self, pull: ActivePull, reply: Reply) -> None:
+        if pull.phase is not Phase.CLAIM or pull.cause is not None:
+            return
+        claimed = _expect(reply, Claimed)
+        theirs = pull.owner.descriptor
+        if theirs is None or (claimed.instance, claimed.generation) != (theirs.instance, theirs.generation):
+            if pull.times_greeted > 1:
+                raise HandshakeError("the owner's regions change faster than they can be read; ask again")
+            self._disconnect(pull.owner)
+            self._greet_or_claim(pull)
+            return
+        now = time.monotonic()
+        self._span(pull, "claim", now)
+        pull.kept_until = pull.claim_sent + claimed.left_s
+        self._move(pull, claimed, theirs)
+
+    # MOVE
+
+    def _move(self, pull: ActivePull, claimed: Claimed, theirs: PeerDescriptor) -> None:
+        if claimed.num_tokens < pull.spec.first_token + pull.spec.num_tokens:
+            raise TransferError(
+                f"request {pull.spec.remote_request_id} is held with {claimed.num_tokens} tokens, "
+                f"tokens up to {pull.spec.first_token + pull.spec.num_tokens} were asked for"
+            )
+        pull.moved = self._plan(pull, claimed, theirs)
+        pull.phase = Phase.MOVE
+        self._span(pull, "plan")
+        if not len(pull.moved):
+            self._moved(pull)
+            return
+        owner = pull.owner
+        assert owner.connector is not None
+        assert owner.peer is not None
+        if owner.connector.state is not ConnectorState.OPEN:
+            raise ConnectorError(f"connector {owner.connector.name} is closed while the cache changes; ask again")
+        deadline_s = min(self._side.settings.transfer_deadline_s, pull.kept_until - time.monotonic())
+        transfer = owner.connector.submit(Op.READ, owner.peer, pull.moved, deadline_s=deadline_s)
+        pull.transfers.append(transfer)
+        self._by_transfer[transfer] = pull
+        self._side.metrics.descriptors += transfer.num_descriptors
+
+    def _plan(self, pull: ActivePull, claimed: Claimed, theirs: PeerDescriptor) -> Runs:
+        if len(claimed.blocks) != len(self._side.groups):
+            raise PeerMismatch("layer groups of the held blocks", len(self._side.groups), len(claimed.blocks))
+        spec = pull.spec
+        sources = self._side.injected_swap(claimed.blocks, theirs, spec.blocks, spec.first_token, spec.num_tokens)
+        return Runs.concat(
+            plan(
+                their_group,
+                np.array(source, dtype=np.int64),
+                our_group,
+                np.array(wanted, dtype=np.int64),
+                first_token=pull.spec.first_token,
+                num_tokens=pull.spec.num_tokens,
+                source_num_blocks=theirs.num_blocks,
+                destination_num_blocks=self._side.num_blocks,
+            )
+            for their_group, source, our_group, wanted in zip(
+                theirs.groups, sources, self._side.groups, pull.spec.blocks, strict=True
+            )
+        )
+
+    def _moved(self, pull: ActivePull) -> None:
+        """Every transfer is terminal."""
+        if pull.cause is not None:
+            self._end_failed(pull)
+            return
+        now = time.monotonic()
+        self._span(pull, "move", now)
+        if now >= pull.kept_until:
+            raise TransferTimeout("the owner's lease ended before everything was read; what was read may be stale")
+        if self._side.verifies:
+            self._check(pull, now)
+        else:
+            self._end_received(pull)
+
+    # CHECK
+
+    def _check(self, pull: ActivePull, now: float) -> None:
+        self._side.injected_flip(pull.spec.blocks, pull.spec.first_token, pull.spec.num_tokens)
+        pull.phase, pull.deadline = Phase.CHECK, now + self._side.settings.transfer_deadline_s
+        theirs = pull.owner.descriptor
+        if theirs is None:
+            raise HandshakeError("the owner is gone before its digests were asked for")
+        asks = [ask for index in range(len(self._side.groups)) for ask in self._digest_asks(pull, index, theirs)]
+        pull.num_pages = len(asks)
+        for ask in asks:
+            self._ask_digests(pull, ask)
+        future = self._side.take_digests(pull.spec.blocks, pull.spec.first_token, pull.spec.num_tokens)
+        future.add_done_callback(
+            lambda done: self._side.post(
+                lambda: self._guard(pull, lambda pull: self._on_own_digests(pull, done))
+            )
+        )
+
+    def _digest_asks(self, pull: ActivePull, index: int, theirs: PeerDescriptor) -> list[Digests]:
+        """Pages of digests for the tokens that were wanted, of the heads that both sides hold."""
+        ours, owner_group = self._side.groups[index], theirs.groups[index]
+        head = max(ours.heads.start, owner_group.heads.start)
+        num_heads = min(ours.heads.end, owner_group.heads.end) - head
+        if num_heads < 1:
+            return []
+        page = max(1, DIGEST_PAGE_BYTES // (num_heads * DIGEST_BYTES))
+        return [
+            Digests(
+                sequence=0,
+                request_id=pull.spec.remote_request_id,
+                group=index,
+                first_token=start,
+                num_tokens=min(page, end - start),
+                head_start=head - owner_group.heads.start,
+                head_count=num_heads,
+            )
+            for first, end in _wanted_ranges(pull.spec, index, ours.block_size_tokens)
+            for start in range(first, end, page)
+        ]
+
+    def _ask_digests(self, pull: ActivePull, ask: Digests) -> None:
+        key = (ask.group, ask.first_token)
+
+        def on_page(pull: ActivePull, reply: Reply) -> None:
+            pull.pages[key] = _expect(reply, DigestPage).digests
+            self._compare(pull)
+
+        pull.owner.link.ask(ask, lambda reply: self._guard(pull, lambda pull: on_page(pull, reply)))
+
+    def _on_own_digests(self, pull: ActivePull, done: Future[list[GroupDigests]]) -> None:
+        pull.own_digests = done.result()
+        self._compare(pull)
+
+    def _compare(self, pull: ActivePull) -> None:
+        if pull.cause is not None or pull.own_digests is None or len(pull.pages) < pull.num_pages:
+            return
+        theirs = pull.owner.descriptor
+        if theirs is None:
+            raise HandshakeError("the owner is gone before the digests were compared")
+        wrong: tuple[str, int] | None = None
+        for (index, first_token), page in sorted(pull.pages.items()):
+            ours, owner_group = self._side.groups[index], theirs.groups[index]
+            head = max(ours.heads.start, owner_group.heads.start) - ours.heads.start
+            num_heads = min(ours.heads.end, owner_group.heads.end) - ours.heads.start - head
+            got = np.frombuffer(page, dtype=np.uint8)
+            if not num_heads or got.size % (num_heads * DIGEST_BYTES):
+                raise HandshakeError(f"a page of digests has {got.size} bytes, which fits no number of tokens")
+            got = got.reshape(num_heads, -1, DIGEST_BYTES)
+            start = first_token - pull.spec.first_token
+            own = pull.own_digests[index].values[head : head + num_heads, start : start + got.shape[1]]
+            if own.shape != got.shape:
+                raise HandshakeError(f"a page of digests has shape {got.shape}, {own.shape} was asked for")
+            self._side.metrics.digests_checked += own.shape[0] * own.shape[1]
+            difference = first_difference(own, got)
+            if difference is not None:
+                self._side.metrics.digests_mismatched += difference[0]
+                wrong = wrong or (ours.name, first_token + difference[1])
+        self._span(pull, "check")
+        if wrong is None:
+            self._end_received(pull)
+            return
+        self._side.metrics.mismatch(pull.spec.remote_request_id, *wrong)
+        raise VerificationError(
+            f"digests of request {pull.spec.remote_request_id} differ in layer group {wrong[0]}, "
+            f"first at position {wrong[1]}"
+        )
+
+    # The end
+
+    def _guard(self, pull: ActivePull, step: Callable[[ActivePull], None]) -> None:
+        """Run a step of a pull that is still on its way; what it raises is that pull's failure and no one else's."""
+        if self._pulls.get(pull.spec.request_id) is not pull:
+            return
+        try:
+            step(pull)
+        except KVXError as error:
+            self._fail(pull, error)
+        except Exception as error:
+            logger.exception("pull of request %s", pull.spec.request_id)
+            self._side.metrics.internal_errors += 1
+            self._fail(pull, TransferError(f"internal error: {error!r}"))
+
+    def _fail(self, pull: ActivePull, cause: KVXError) -> None:
+        """End as failed, now or when the last transfer is terminal. The first cause counts."""
+        if pull.cause is None:
+            pull.cause = cause
+            for transfer in list(pull.transfers):
+                assert pull.owner.connector is not None
+                pull.owner.connector.cancel(transfer)
+        if not pull.transfers:
+            self._end_failed(pull)
+
+    def _end_failed(self, pull: ActivePull) -> None:
+        self._forget(pull)
+        self._side.metrics.failed += 1
+        self._side.fail(pull.spec.request_id, str(pull.cause))
+
+    def _end_received(self, pull: ActivePull) -> None:
+        self._forget(pull)
+        metrics = self._side.metrics
+        metrics.received += 1
+        metrics.transfers += 1
+        metrics.bytes += pull.moved.total_bytes
+        metrics.blocks += sum(
+            block >= 0
+            for index, blocks in enumerate(pull.spec.blocks)
+            for block in _wanted_blocks(pull.spec, blocks, self._side.groups[index].block_size_tokens)
+        )
+        metrics.durations_s.append(time.monotonic() - pull.started)
+        metrics.spans_s.append(pull.spans_s)
+        self._side.receive(pull.spec.request_id)
+
+    def _forget(self, pull: ActivePull) -> None:
+        """It is over: tell the owner, so that it frees the blocks."""
+        self._pulls.pop(pull.spec.request_id, None)
+        pull.owner.pulls.discard(pull)
+        if pull.has_claimed and self._owners.get((pull.spec.host, pull.spec.port)) is pull.owner:
+            release = Release(sequence=0, request_id=pull.spec.remote_request_id, reader=self._side.reader_name)
+            try:
+                pull.owner.link.tell(release)
+            except HandshakeError as error:
+                logger.warning("request %s stays held until its lease ends: %s", release.request_id, error)
+
+    def _span(self, pull: ActivePull, name: str, now: float | None = None) -> None:
+        now = now if now is not None else time.monotonic()
+        pull.spans_s[name] = now - pull.span_started
+        pull.span_started = now
+
+
+def _expect(reply: Reply, kind: type[T]) -> T:
+    if isinstance(reply, kind):
+        return reply
+    reason = reply.reason if isinstance(reply, Refused) else f"it sent {type(reply).__name__}"
+    raise HandshakeError(f"the owner refused: {reason}")
+
+
+def _wanted_blocks(spec: Pull, blocks: Sequence[int], block_size_tokens: int) -> Sequence[int]:
+    first = spec.first_token // block_size_tokens
+    return blocks[first : -(-(spec.first_token + spec.num_tokens) // block_size_tokens)]
+
+
+def _wanted_ranges(spec: Pull, index: int, block_size_tokens: int) -> list[tuple[int, int]]:
+    """[first, end) token ranges whose destination blocks are wanted, adjacent ones joined."""
+    ranges: list[tuple[int, int]] = []
+    end = spec.first_token + spec.num_tokens
+    for position, block in enumerate(spec.blocks[index]):
+        start = max(spec.first_token, position * block_size_tokens)
+        stop = min(end, (position + 1) * block_size_tokens)
+        if block < 0 or start >= stop:
+            continue
+        if ranges and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], stop)
+        else:
+            ranges.append((start, stop))
+    return ranges

@@ -1,0 +1,245 @@
+"""A tiny engine in a process of its own: a real cache on host memory, a real connector, a real HandoffWorker.
+
+The parent drives it by calling methods of `Engine` over a pipe; `Remote` is its handle there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    engine_id: str
+    layout: str = "LBHNC"
+    block_size_tokens: int = 16
+    kernel_block_size_tokens: int | None = None
+    num_layers: int = 3
+    num_kv_heads: int = 2
+    head_size: int = 8
+    dtype: str = "float32"
+    num_blocks: int = 96
+    capacity_blocks: int = 128
+    granularity_bytes: int = 1 << 16
+    agent_name: str | None = None
+    model: str = "tiny"
+    sliding_layers: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+class Engine:
+    """Runs in the child."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        from kvx_connectors.nixl import NixlConnector
+
+        from kvx.cache import ExtensibleKVCache
+        from kvx.drivers.host import HostDriver
+        from kvx.handoff import EngineInfo, HandoffSettings, HandoffWorker
+        from kvx.plan import group_geometry
+        from kvx.tensor import views_of
+
+        self.config = config
+        self.geometry = make_geometry(config)
+        self.cache = ExtensibleKVCache(
+            HostDriver(granularity_bytes=config.granularity_bytes), self.geometry.segment_table
+        )
+        self.cache.open()
+        self.views = views_of(
+            self.cache.buffer, self.geometry, kernel_blocks=config.kernel_block_size_tokens is not None
+        )
+        self.block_views = views_of(self.cache.buffer, self.geometry) if not config.kernel_block_size_tokens else None
+        self.cache.set_views(self.views.values())
+        self.connector = NixlConnector(config.agent_name)
+        self.cache.commit(4)
+        self.cache.attach(self.connector)
+        self.cache.extend_kv_cache(config.num_blocks)
+        self.groups = tuple(group_geometry(self.geometry, index) for index in range(len(self.geometry.groups)))
+        info = EngineInfo(
+            engine_id=config.engine_id, model=config.model, dtype=config.dtype, kv_cache_dtype=config.dtype
+        )
+        self.worker = HandoffWorker(HandoffSettings(**config.settings), info, [self.connector])
+        self.worker.open(self.groups, self.views, config.num_blocks, self.cache.generation, config.layout)
+
+    def port(self) -> int:
+        return self.worker.port
+
+    def fill(self, blocks: list[list[int]], num_tokens: int, seed: int) -> None:
+        """Write content that is a function of (seed, layer, head, token) alone."""
+        for index, of_group in enumerate(blocks):
+            self._place(index, of_group, num_tokens, make_content(self.groups[index], num_tokens, seed + index))
+
+    def read(self, blocks: list[list[int]], first_token: int, num_tokens: int) -> list[bytes]:
+        """Canonical bytes [L, H, n, C] of each group, gathered token by token through the views alone."""
+        import torch
+
+        out = []
+        for index, of_group in enumerate(blocks):
+            group = self.groups[index]
+            rows = []
+            for layer in group.layers:
+                view = self.views[layer].view(torch.uint8)
+                tokens = [self._slot(group, of_group, token) for token in range(first_token, first_token + num_tokens)]
+                rows.append(torch.stack([view[row, :, slot] for row, slot in tokens], dim=1))
+            out.append(torch.stack(rows).contiguous().numpy().tobytes())
+        return out
+
+    def hold(self, request_id: str, blocks: list[list[int]], num_tokens: int, lease_s: float | None = None) -> None:
+        self.worker.hold(request_id, blocks, num_tokens, lease_s)
+
+    def drop(self, request_id: str) -> None:
+        self.worker.drop(request_id)
+
+    def pull(self, **fields: Any) -> None:
+        from kvx.handoff import Pull
+
+        self.worker.pull(Pull(**fields))
+
+    def cancel(self, request_id: str) -> None:
+        self.worker.cancel(request_id)
+
+    def events(self, timeout_s: float) -> dict[str, Any]:
+        """The next events, waiting for them at most so long."""
+        self.worker.wait(timeout_s)
+        events = self.worker.poll()
+        return {
+            "released": set(events.released),
+            "expired": set(events.expired),
+            "received": set(events.received),
+            "failed": dict(events.failed),
+        }
+
+    def status(self) -> dict[str, Any]:
+        return self.worker.status()
+
+    def cpu_s(self) -> float:
+        return time.process_time()
+
+    def extend(self, num_blocks: int) -> None:
+        """Grow while READY: the connectors close and open again under a new generation."""
+        self.cache.extend_kv_cache(num_blocks, live=True)
+        self.worker.open(self.groups, self.views, num_blocks, self.cache.generation, self.config.layout)
+
+    def close(self) -> None:
+        self.worker.close()
+        self.worker.close()
+        self.cache.close()
+
+    def _slot(self, group: Any, blocks: list[int], token: int) -> tuple[int, int]:
+        kernel = group.kernel_block_size_tokens
+        block, inside = blocks[token // group.block_size_tokens], token % group.block_size_tokens
+        return block * (group.block_size_tokens // kernel) + inside // kernel, inside % kernel
+
+    def _place(self, index: int, blocks: list[int], num_tokens: int, content: Any) -> None:
+        import torch
+
+        group = self.groups[index]
+        for layer_index, layer in enumerate(group.layers):
+            view = self.views[layer].view(torch.uint8)
+            for token in range(num_tokens):
+                if blocks[token // group.block_size_tokens] >= 0:
+                    row, slot = self._slot(group, blocks, token)
+                    view[row, :, slot] = content[layer_index, :, token]
+
+
+def make_content(group: Any, num_tokens: int, seed: int) -> Any:
+    """[L, H, n, C bytes] uint8, the same for every layout and block size."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(group.layers), group.heads.count, num_tokens, group.content_bytes)
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+def make_geometry(config: EngineConfig) -> Any:
+    from kvx.layout import KVCacheLayout
+    from kvx.spec import CacheGeometry, KVCacheSpec, LayerGroup
+
+    common: dict[str, Any] = {
+        "block_size_tokens": config.block_size_tokens,
+        "num_kv_heads": config.num_kv_heads,
+        "head_size": config.head_size,
+        "dtype": config.dtype,
+        "kernel_block_size_tokens": config.kernel_block_size_tokens,
+    }
+    layers = tuple(f"layer.{index}" for index in range(config.num_layers))
+    groups = [LayerGroup("full", layers, KVCacheSpec.full_attention(**common))]
+    if config.sliding_layers:
+        names = tuple(f"sliding.{index}" for index in range(config.sliding_layers))
+        spec = KVCacheSpec.sliding_window(**common, sliding_window_tokens=2 * config.block_size_tokens)
+        groups.append(LayerGroup("sliding", names, spec))
+    return CacheGeometry(
+        layout=KVCacheLayout.parse(config.layout),
+        groups=tuple(groups),
+        capacity_blocks=config.capacity_blocks,
+        granularity_bytes=config.granularity_bytes,
+    )
+
+
+def _serve(config: EngineConfig, pipe: Any) -> None:
+    os.environ.update(config.environ)
+    try:
+        engine = Engine(config)
+        pipe.send((True, engine.port()))
+        while True:
+            name, args, kwargs = pipe.recv()
+            try:
+                pipe.send((True, getattr(engine, name)(*args, **kwargs)))
+            except Exception:
+                pipe.send((False, traceback.format_exc()))
+            if name == "close":
+                return
+    except EOFError:
+        pass
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+
+
+class Remote:
+    """The parent's handle of an engine process: `remote.call.method(...)`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.config = config
+        self._pipe, child = context.Pipe()
+        self.process = context.Process(target=_serve, args=(config, child), daemon=True)
+        self.process.start()
+        child.close()
+        self.port = 0
+
+    def ready(self) -> Remote:
+        self.port = self._result(60)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._pipe.send((name, args, kwargs))
+            return self._result(60)
+
+        return call
+
+    def _result(self, timeout_s: float) -> Any:
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError(f"engine {self.config.engine_id} gave no answer")
+        worked, result = self._pipe.recv()
+        if not worked:
+            raise RuntimeError(result)
+        return result
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def stop(self) -> None:
+        """End the process, whatever state it is in."""
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(10)
+        self._pipe.close()
