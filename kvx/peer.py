@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx.errors import LayoutError, PeerMismatch
-from kvx.plan import GroupGeometry
+from kvx.geometry import GroupGeometry
 
 Int64s = npt.NDArray[np.int64]
 
