@@ -8,6 +8,7 @@ files and sockets into the run folder, and shared memory that it leaves behind w
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib.metadata
 import json
 import os
@@ -25,7 +26,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import httpx
 import psutil
 
 from kvx.errors import EngineError
@@ -33,6 +33,7 @@ from kvx.vllm.compat import check_version
 
 START_DEADLINE_S = 600.0
 STOP_DEADLINE_S = 20.0
+CHILDREN_DEADLINE_S = 5.0  # what an engine's children get after the engine itself has ended
 _POLL_S = 0.2
 _SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)")
 _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -100,11 +101,14 @@ class EngineSettings:
 class Server:
     """One engine process and all that it started."""
 
-    def __init__(self, name: str, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.name = name
-        self.url = url
+    def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.name = settings.name
+        self.url = f"http://{settings.host}:{settings.port}"
         self.log = log
+        self._host, self._port = settings.host, settings.port
         self._process = process
+        self._known: set[psutil.Process] = set()
+        self._shared_memory: set[str] = set()
 
     @property
     def pid(self) -> int:
@@ -121,9 +125,14 @@ class Server:
             raise EngineError(f"the {self.name} engine ended with status {code}; the end of {self.log}:\n{lines}")
 
     def is_healthy(self) -> bool:
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
-        return False
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the engine's session, and every descendant that left it."""
@@ -151,27 +160,35 @@ class Server:
                 total += process.memory_full_info().pss
         return total
 
+    def note_resources(self) -> None:
+        """Remember the engine's processes and shared memory, so that both can be cleared away after it has died."""
+        for process in self.processes():
+            self._known.add(process)
+            self._shared_memory.update(_shared_memory_of(process))
+
     def terminate(self) -> None:
         """Ask the engine to end; `stop` waits for it."""
+        self.note_resources()
         if self.is_running():
             self.resume()
             self._process.terminate()
 
-    def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
-        """End the engine: ask, wait until the deadline, then kill what is left and remove the shared memory it held."""
-        running = self.processes()
-        shared = {path for process in running for path in _shared_memory_of(process)}
+    def stop(self, deadline_s: float | None = None) -> None:
+        """End the engine: ask, wait until the deadline, kill what is left, and remove the shared memory it held."""
         self.terminate()
-        _, left = psutil.wait_procs([process for process in running if process.pid != self.pid], timeout=deadline_s)
+        wait_s = STOP_DEADLINE_S if deadline_s is None else deadline_s
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(deadline_s if not left else 0)
-        left = self.processes()
+            self._process.wait(wait_s)
+        _, left = psutil.wait_procs(
+            [p for p in self._known if p.pid != self.pid], timeout=min(wait_s, CHILDREN_DEADLINE_S)
+        )
+        left = list({*left, *self.processes()})
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, timeout=5)
-        self._process.wait(5)
-        for path in shared:
+        self._process.wait()
+        psutil.wait_procs(left, timeout=CHILDREN_DEADLINE_S)
+        for path in self._shared_memory:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
@@ -226,7 +243,7 @@ class Servers:
                 env=settings.full_environment(Path(self._scratch.name)),
                 start_new_session=True,
             )
-        server = Server(settings.name, f"http://{settings.host}:{settings.port}", process, log)
+        server = Server(settings, process, log)
         self._running.append(server)
         return server
 
@@ -250,6 +267,7 @@ class Servers:
                     raise EngineError(f"the {server.name} engine was not ready after {spent_s:.0f} s; see {server.log}")
                 waiting(server, spent_s)
                 time.sleep(_POLL_S)
+            server.note_resources()
 
     def watch_memory(self, interval_s: float = 2.0) -> None:
         """Record the peak of all engines' memory in `peak_memory_bytes` until the run ends."""

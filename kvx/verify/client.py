@@ -79,7 +79,7 @@ class Client:
 
     def __init__(self, deadline_s: float = REQUEST_DEADLINE_S) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx.Client(timeout=deadline_s, limits=limits, trust_env=False)
+        self._http = httpx.Client(timeout=deadline_s, limits=limits, trust_env=False, verify=False)
 
     def close(self) -> None:
         self._http.close()

@@ -1,0 +1,41 @@
+# `make verify` and `make test` set up .venv by themselves; a second run installs nothing.
+
+PYTHON ?= python3
+LOCK   := requirements/cpu.txt
+STAMP  := .venv/.setup-$(shell cat $(LOCK) pyproject.toml | sha256sum | cut -c1-16)
+BIN    := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test verify bench clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## Make .venv with the locked requirements and kvx itself
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "kvx needs Python 3.11 or newer; set PYTHON")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@rm -f .venv/.setup-*
+	@touch $@
+
+check: setup ## Format, lint, types, layers, fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest -q -m "not vllm and not slow and not gpu"
+
+test: setup ## Everything that runs on this machine, real vLLM engines included
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+verify: setup ## Eight questions on one stock server and on a kvx pair: all must be identical
+	$(BIN)/kvx verify --limit 8
+
+bench: setup ## Time a kvx pair beside a stock NixlConnector pair
+	$(BIN)/kvx bench pd
+
+clean: ## Remove the environment and every cache
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

@@ -1,0 +1,162 @@
+import copy
+import dataclasses
+
+import pytest
+
+from kvx.verify.client import Answer
+from kvx.verify.questions import Problem
+from kvx.verify.report import EXTERNAL_HITS, LOCAL_HITS, Findings, build, first_difference
+
+ANSWER = Answer(prompt_tokens=(1, 2, 3), tokens=(7, 8), text=" 5", finish_reason="stop")
+
+
+def engine(**transfer):
+    counts = {"bytes": 0, "blocks": 0, "count": 0, "failed": 0, "descriptors": 0} | transfer
+    return {
+        "engine_id": "e",
+        "handoff": {"holds": 0, "released": 2, "expired": 0},
+        "transfer": counts,
+        "digests": {"checked": 6 if counts["count"] else 0, "mismatched": 0, "mismatches": []},
+        "cache": {
+            "blocks_at_warmup": 16,
+            "blocks_final": 180,
+            "base_address_unchanged": True,
+            "connector_opened_after_extend": True,
+            "registered_bytes": 100,
+            "committed_bytes": 100,
+            "reserved_bytes": 200,
+        },
+    }
+
+
+@pytest.fixture
+def findings():
+    return Findings(
+        problems=[Problem("q", "a", "5"), Problem("r", "b", "6")],
+        baseline=[ANSWER, ANSWER],
+        candidate=[ANSWER, ANSWER],
+        engines={"prefill": engine(), "decode": engine(bytes=800, blocks=2, count=2)},
+        decode_counters={LOCAL_HITS: 2.0, EXTERNAL_HITS: 4.0},
+    )
+
+
+def failing(report):
+    return [condition["name"] for condition in report["conditions"] if not condition["holds"]]
+
+
+def test_a_good_run_passes_with_every_promised_field(findings):
+    report = build(findings)
+    assert report["passed"]
+    assert failing(report) == []
+    assert report["questions"] == report["identical"] == 2
+    assert report["accuracy"] == {"baseline": 0.5, "candidate": 0.5}
+    assert report["transfer"] == {"bytes": 800, "blocks": 2, "count": 2, "failed": 0, "fallbacks": 0}
+    assert report["external_hits"]["expected"] == report["external_hits"]["observed"] == 4
+    assert report["digests"] == {"checked": 6, "mismatched": 0, "mismatches": []}
+    assert report["engines"]["decode"]["cache"]["blocks_final"] == 180
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("section", "change", "name"),
+    [
+        ("cache", {"blocks_at_warmup": 180}, "cache grew"),
+        ("cache", {"blocks_final": 16}, "cache grew"),
+        ("cache", {"base_address_unchanged": False}, "base address"),
+        ("cache", {"base_address_unchanged": None}, "base address"),
+        ("cache", {"connector_opened_after_extend": False}, "opened after"),
+        ("cache", {"registered_bytes": 101}, "committed bytes registered"),
+        ("cache", {"registered_bytes": 0}, "committed bytes registered"),
+        ("cache", {"committed_bytes": 200}, "committed bytes registered"),
+        ("handoff", {"expired": 1}, "no hold expired"),
+        ("handoff", {"holds": 1}, "nothing held"),
+        ("digests", {"mismatched": 1}, "digests agree"),
+    ],
+)
+def test_each_condition_fails_the_run_though_all_answers_agree(findings, role, section, change, name):
+    findings.engines[role][section].update(change)
+    report = build(findings)
+    assert report["identical"] == 2
+    assert not report["passed"]
+    assert [found for found in failing(report) if name in found]
+
+
+def test_a_status_without_a_section_never_passes(findings):
+    for section in ("cache", "handoff", "digests", "transfer"):
+        poorer = {role: {k: v for k, v in status.items() if k != section} for role, status in findings.engines.items()}
+        assert not build(dataclasses.replace(findings, engines=poorer))["passed"]
+    assert "engines answered for themselves" in failing(build(dataclasses.replace(findings, engines={})))
+
+
+def test_an_answer_without_its_hand_off_is_a_fallback(findings):
+    findings.engines["decode"]["transfer"]["count"] = 1
+    report = build(findings)
+    assert report["transfer"]["fallbacks"] == 1
+    assert failing(report) == ["no fallbacks"]
+
+
+def test_a_failed_transfer_is_a_fallback(findings):
+    findings.engines["decode"]["transfer"]["failed"] = 1
+    assert failing(build(findings)) == ["no fallbacks"]
+
+
+def test_recomputed_prompt_tokens_show_in_the_external_hits(findings):
+    report = build(dataclasses.replace(findings, decode_counters={LOCAL_HITS: 2.0, EXTERNAL_HITS: 1.0}))
+    assert failing(report) == ["external hits as expected"]
+
+
+def test_nothing_checked_is_a_failure(findings):
+    findings.engines["decode"]["digests"]["checked"] = 0
+    assert failing(build(findings)) == ["digests checked"]
+
+
+def test_mismatches_name_request_layer_group_and_position(findings):
+    where = {"request": "question-1", "layer_group": "0", "position": 3}
+    findings.engines["decode"]["digests"] = {"checked": 6, "mismatched": 1, "mismatches": [where]}
+    detail = next(c["detail"] for c in build(findings)["conditions"] if c["name"] == "digests agree")
+    assert detail == "1 of 6 differ: request question-1, layer group 0, position 3"
+
+
+def test_no_questions_is_no_success(findings):
+    empty = dataclasses.replace(findings, problems=[], baseline=[], candidate=[])
+    assert "answers identical" in failing(build(empty))
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "position"),
+    [
+        ({"prompt_tokens": (1, 2, 4)}, "prompt token ids", 2),
+        ({"tokens": (7, 9)}, "token ids", 1),
+        ({"tokens": (7,)}, "token ids", 1),
+        ({"text": " 6"}, "text", 1),
+        ({"finish_reason": "length"}, "finish reason", -1),
+        ({"error": "refused"}, "no answer", -1),
+    ],
+)
+def test_differences_are_found_and_placed(findings, change, what, position):
+    found = first_difference(0, ANSWER, dataclasses.replace(ANSWER, **change))
+    assert found is not None
+    assert (found.what, found.position) == (what, position)
+    other = dataclasses.replace(findings, candidate=[dataclasses.replace(ANSWER, **change), ANSWER])
+    report = build(other)
+    assert report["identical"] == 1
+    assert "answers identical" in failing(report)
+
+
+def test_two_empty_answers_are_not_called_identical():
+    empty = dataclasses.replace(ANSWER, tokens=(), text="")
+    assert first_difference(0, empty, empty).what == "no tokens"
+
+
+def test_answers_may_be_left_out_of_the_judgement(findings):
+    other = dataclasses.replace(ANSWER, tokens=(7, 9))
+    assert build(dataclasses.replace(findings, candidate=[other, ANSWER], judge_answers=False))["passed"]
+    refused = Answer(error="refused")
+    report = build(dataclasses.replace(findings, candidate=[refused, ANSWER], judge_answers=False))
+    assert "questions answered" in failing(report)
+
+
+def test_building_a_report_changes_nothing(findings):
+    before = copy.deepcopy(findings)
+    build(findings)
+    assert findings == before

@@ -1,0 +1,262 @@
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvx.errors import EngineError
+from kvx.servers import (
+    EngineSettings,
+    Servers,
+    free_ports,
+    meaningful_lines,
+    require_free_port,
+    require_known_vllm,
+    share_cores,
+)
+
+pytestmark = pytest.mark.usefixtures("short_stop")
+
+FAKE = Path(__file__).with_name("fake_engine.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeSettings(EngineSettings):
+    mode: str = "good"
+
+    def command(self):
+        return [sys.executable, str(FAKE), str(self.port), self.mode]
+
+
+@pytest.fixture
+def short_stop(monkeypatch):
+    monkeypatch.setattr("kvx.servers.STOP_DEADLINE_S", 0.5)
+    monkeypatch.setattr("kvx.servers.CHILDREN_DEADLINE_S", 0.5)
+
+
+def fake(mode="good", name="engine"):
+    return FakeSettings(name=name, model=Path("m"), port=free_ports(1)[0], mode=mode)
+
+
+def said(log):
+    """What the fake engine printed about itself."""
+    words = log.read_text().split()
+    return {word: words[i + 1] for i, word in enumerate(words) if word in ("SHARED", "CHILD", "TMP")}
+
+
+def is_alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def eventually(is_so, deadline_s=10):
+    end_s = time.monotonic() + deadline_s
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def require_all_gone(server, found):
+    assert not is_alive(server.pid)
+    assert not is_alive(int(found["CHILD"]))
+    assert not Path("/dev/shm", found["SHARED"]).exists()
+    assert not Path(found["TMP"]).exists()
+
+
+@pytest.mark.parametrize("mode", ["good", "stubborn"])
+def test_everything_started_is_gone_afterwards(tmp_path, mode):
+    with Servers(tmp_path) as servers:
+        server = servers.start(fake(mode))
+        servers.wait_healthy(30)
+        found = said(server.log)
+        assert len(server.processes()) >= 2
+        assert server.memory_bytes() > 0
+    require_all_gone(server, found)
+
+
+def test_everything_is_gone_after_an_exception(tmp_path):
+    with pytest.raises(KeyboardInterrupt), Servers(tmp_path) as servers:
+        server = servers.start(fake())
+        servers.wait_healthy(30)
+        found = said(server.log)
+        raise KeyboardInterrupt
+    require_all_gone(server, found)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_everything_is_gone_after_a_signal(tmp_path, number):
+    program = f"""
+        import sys; sys.path.insert(0, {str(FAKE.parent)!r})
+        import time, test_servers
+        from pathlib import Path
+        from kvx import servers
+        servers.STOP_DEADLINE_S = 0.5
+        with servers.Servers(Path({str(tmp_path)!r})) as running:
+            running.start(test_servers.fake())
+            running.wait_healthy(30)
+            print("ready", flush=True)
+            time.sleep(60)
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE) as run:
+        assert run.stdout.readline() == b"ready\n"
+        (engine,) = [p for p in psutil.Process(run.pid).children() if str(FAKE) in p.cmdline()]
+        found = said(tmp_path / "engine.log")
+        run.send_signal(number)
+        assert run.wait(20) != 0
+    require_all_gone(engine, found)
+
+
+def test_a_crash_leaves_nothing_behind(tmp_path):
+    with pytest.raises(EngineError, match="ended with status -9"), Servers(tmp_path) as servers:
+        server = servers.start(fake())
+        servers.wait_healthy(30)
+        found = said(server.log)
+        os.kill(server.pid, signal.SIGKILL)
+        eventually(lambda: not server.is_running())
+        server.check()
+    require_all_gone(server, found)
+
+
+def test_a_failed_start_shows_its_cause_and_ends_the_others(tmp_path):
+    with pytest.raises(EngineError) as caught, Servers(tmp_path) as servers:
+        other = servers.start(fake(name="other"))
+        servers.start(fake("fail", name="failing"))
+        servers.wait_healthy(30)
+    message = str(caught.value)
+    assert "failing engine ended with status 3" in message
+    assert "ValueError: no room for one request" in message
+    assert "Traceback" not in message
+    assert not is_alive(other.pid)
+
+
+def test_an_engine_that_never_answers_is_given_up(tmp_path):
+    seconds = []
+    with pytest.raises(EngineError, match="was not ready after"), Servers(tmp_path) as servers:
+        servers.start(fake("mute"))
+        servers.wait_healthy(0.5, lambda server, spent: seconds.append(spent))
+    assert seconds
+
+
+def test_a_paused_engine_does_not_answer_until_resumed_and_can_be_stopped(tmp_path):
+    with Servers(tmp_path) as servers:
+        server = servers.start(fake())
+        servers.wait_healthy(30)
+        server.pause()
+        eventually(lambda: {p.status() for p in server.processes()} == {psutil.STATUS_STOPPED})
+        server.resume()
+        assert server.is_healthy()
+        server.pause()
+    assert not is_alive(server.pid)
+
+
+def test_peak_memory_is_watched(tmp_path):
+    with Servers(tmp_path) as servers:
+        servers.watch_memory(0.05)
+        servers.start(fake())
+        servers.wait_healthy(30)
+        time.sleep(0.5)
+    assert servers.peak_memory_bytes > 2**20
+
+
+def test_port_in_use_is_one_sentence(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineError, match=f"port {port} on 127.0.0.1 cannot be used"):
+            require_free_port("127.0.0.1", port)
+        with pytest.raises(EngineError, match=f"port {port}"), Servers(tmp_path) as servers:
+            servers.start(dataclasses.replace(fake(), port=port))
+
+
+def test_a_foreign_host_is_one_sentence():
+    with pytest.raises(EngineError, match=r"192\.0\.2\.1 cannot be used"):
+        require_free_port("192.0.2.1", 0)
+
+
+def test_free_ports_differ():
+    assert len(set(free_ports(20))) == 20
+
+
+@pytest.mark.parametrize(
+    ("cores", "shares"),
+    [({0, 1}, [(0,), (1,)]), ({3}, [(3,), (3,)]), ({0, 1, 2, 5, 7}, [(0, 1), (2, 5)])],
+)
+def test_cores_are_dealt_out_evenly(monkeypatch, cores, shares):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: cores)
+    assert share_cores(2) == shares
+
+
+@pytest.mark.parametrize(("version", "known"), [("0.31.2", False), ("0.32.0+cpu", True), ("0.34.0", False)])
+def test_unknown_vllm_is_one_sentence_naming_the_known_ones(monkeypatch, version, known):
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: version)
+    if known:
+        assert require_known_vllm() == version
+    else:
+        with pytest.raises(EngineError, match=r"does not know vLLM 0\.3.*0\.32, 0\.33"):
+            require_known_vllm()
+
+
+def test_missing_vllm_says_what_to_install(monkeypatch):
+    def version(name):
+        import importlib.metadata
+
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    with pytest.raises(EngineError, match=r"pip install 'kvx\[vllm\]'"):
+        require_known_vllm()
+
+
+def test_command_and_environment():
+    settings = EngineSettings(
+        name="e",
+        model=Path("/m"),
+        port=80,
+        cores=(2, 3),
+        kv_space_gib=2,
+        explicit_blocks=50,
+        kv_transfer={"kv_connector": "KvxConnector"},
+        environment={"VLLM_PLUGINS": ""},
+    )
+    command = settings.command()
+    assert command[command.index("--num-gpu-blocks-override") + 1] == "50"
+    assert json.loads(command[command.index("--kv-transfer-config") + 1]) == {"kv_connector": "KvxConnector"}
+    environment = settings.full_environment(Path("/scratch"))
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert environment["VLLM_PLUGINS"] == ""
+    assert environment["TMPDIR"] == "/scratch"
+
+
+def test_an_unset_size_is_left_to_vllm(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    settings = EngineSettings(name="e", model=Path("/m"), port=80)
+    assert "--num-gpu-blocks-override" not in settings.command()
+    assert "--kv-transfer-config" not in settings.command()
+    assert "VLLM_CPU_KVCACHE_SPACE" not in settings.full_environment(Path("/s"))
+
+
+def test_meaningful_lines_without_an_exception_are_the_last_ones():
+    assert meaningful_lines("a\nb\n\nc\nd\n") == ["b", "c", "d"]
+    assert meaningful_lines("") == ["(the log is empty)"]
+
+
+def test_meaningful_lines_prefer_the_cause_over_its_consequences():
+    log = """
+(Worker pid=9) ERROR 01-01 00:00:00 [w.py:1] kvx.errors.SizingError: 12 blocks fit, 16 are needed
+(EngineCore pid=8) ERROR 01-01 00:00:00 [core.py:1] RuntimeError: Engine core initialization failed. See root cause
+Traceback (most recent call last):
+  File "api_server.py", line 1, in <module>
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+[rank0]: leaked
+"""
+    assert meaningful_lines(log) == ["kvx.errors.SizingError: 12 blocks fit, 16 are needed"]
