@@ -92,10 +92,10 @@ class KVCacheSpec:
         self._check_kind()
 
     def _check_kind(self) -> None:
-        sliding = self.kind is AttentionKind.SLIDING_WINDOW
-        if sliding != (self.sliding_window_tokens is not None) or (self.sliding_window_tokens or 1) < 1:
+        window = self.sliding_window_tokens
+        if (self.kind is AttentionKind.SLIDING_WINDOW) != (window is not None) or (window is not None and window < 1):
             raise LayoutError(
-                f"sliding_window_tokens is {self.sliding_window_tokens} for kind {self.kind}; "
+                f"sliding_window_tokens is {window} for kind {self.kind}; "
                 f"a sliding window needs at least 1 token, every other kind None"
             )
         if self.kind in (AttentionKind.MLA, AttentionKind.RECURRENT) and self.num_kv_heads != 1:
@@ -346,7 +346,8 @@ class CacheGeometry:
                 f"{self.layout.name} gives each head a segment, so groups {self.groups[0].name!r} and "
                 f"{group.name!r} must have the same heads and page size; use LBHNC"
             )
-        if spec.kernel_blocks_per_block > 1 and self._piece_bytes != spec.dense_page_bytes // self._segment_heads:
+        dense = not self.layout.is_block_outermost and self._piece_bytes * self._segment_heads == spec.dense_page_bytes
+        if spec.kernel_blocks_per_block > 1 and not dense:
             raise LayoutError(
                 f"{self.layout.name} does not store the blocks of group {group.name!r} as dense pages, so they cannot "
                 f"be split into kernel blocks; make the block {spec.kernel_block_tokens} tokens, or use LBHNC"
