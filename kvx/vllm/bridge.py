@@ -8,11 +8,13 @@ It speaks vLLM's own `kv_transfer_params`, so routers made for vLLM's connectors
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -29,6 +31,14 @@ class KvxMetadata(KVConnectorMetadata):
 
     def __init__(self, work: StepWork) -> None:
         self.work = work
+
+
+@dataclass(frozen=True)
+class SideChannelAddress(KVConnectorHandshakeMetadata):
+    """Where a worker listens: only the worker knows when the configured port is 0."""
+
+    host: str
+    port: int
 
 
 class KvxConnector(KVConnectorBase_V1, SupportsHMA):
@@ -76,6 +86,11 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finished(request, block_ids)
 
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        first = metadata[0]
+        assert isinstance(first, SideChannelAddress)
+        self.scheduler.listens_at(first.port)
+
     # --- worker half ------------------------------------------------------------------------------------------------
 
     @property
@@ -86,6 +101,9 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self.worker.open(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return SideChannelAddress(*self.worker.address)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()

@@ -81,10 +81,15 @@ class BridgeScheduler:
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._kv_cache_config = kv_cache_config
         self._settings = settings.from_vllm(vllm_config)
+        self._port = self._settings.side_channel_port
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._tp_size: int = vllm_config.parallel_config.tensor_parallel_size
         self._work = StepWork()
         self._pulling: set[str] = set()
+
+    def listens_at(self, port: int) -> None:
+        """The first rank's side channel port, which a configured 0 leaves to the system."""
+        self._port = port
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Prompt tokens that the prefill side has beyond those already here, and whether they load in background."""
@@ -151,7 +156,7 @@ class BridgeScheduler:
             "remote_engine_id": self._engine_id,
             "remote_request_id": request.request_id,
             "remote_host": self._settings.side_channel_host,
-            "remote_port": self._settings.side_channel_port,
+            "remote_port": self._port,
             "remote_block_ids": [list(group) for group in blocks],
             "remote_num_tokens": request.num_computed_tokens,
             "tp_size": self._tp_size,

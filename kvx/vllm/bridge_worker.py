@@ -12,11 +12,11 @@ import torch
 from .. import registry
 from ..cache import CacheState
 from ..connector import Connector
-from ..errors import CacheStateError
+from ..errors import CacheStateError, KVXError
 from ..handoff import EngineInfo, HandoffWorker, Pull
 from ..layout import KVCacheLayout, require_block_compact
 from . import allocation, settings
-from .bridge_scheduler import StepWork
+from .bridge_scheduler import PullWork, StepWork
 from .worker_side import WorkerSeam, current_seam
 
 logger = logging.getLogger("vllm.kvx")
@@ -40,17 +40,23 @@ class BridgeWorker:
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._settings = settings.from_vllm(vllm_config)
+        self._settings = settings.for_rank(vllm_config)
         self._seam: WorkerSeam = current_seam()
         self._connectors: list[Connector] = []
         self._handoff: HandoffWorker | None = None
         self._received_tokens = 0
         self._tokens_asked: dict[str, int] = {}
+        self._refused: set[str] = set()
 
     @property
     def handoff(self) -> HandoffWorker:
         assert self._handoff is not None, "vLLM registers its caches before the first step"
         return self._handoff
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where this rank's side channel listens."""
+        return self._settings.side_channel_host, self.handoff.port
 
     def open(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Open the connectors over what is committed now, and the side channel.
@@ -83,39 +89,54 @@ class BridgeWorker:
         for hold in work.holds:
             self.handoff.hold(hold.request_id, hold.blocks, hold.num_tokens)
         for pull in work.pulls:
-            self._tokens_asked[pull.request_id] = pull.num_tokens
-            self.handoff.pull(
-                Pull(
-                    request_id=pull.request_id,
-                    remote_request_id=pull.remote_request_id,
-                    remote_engine_id=pull.remote_engine_id,
-                    host=pull.host,
-                    port=pull.port,
-                    blocks=pull.blocks,
-                    first_token=pull.first_token,
-                    num_tokens=pull.num_tokens,
-                )
-            )
+            self._pull(pull)
         for request_id in work.cancels:
             self.handoff.cancel(request_id)
         if work.idle:
             self.handoff.wait(IDLE_WAIT_S)
 
     def take_outcome(self) -> Outcome:
-        """What ended since the last step."""
+        """What ended since the last step. A pull of no tokens only frees the owner's blocks: vLLM does not wait."""
         events = self.handoff.poll()
-        for request_id in events.received:
-            self._received_tokens += self._tokens_asked.pop(request_id, 0)
+        refused, self._refused = self._refused, set()
+        asked = {r: self._tokens_asked.pop(r, 0) for r in {*events.received, *events.failed, *refused}}
         for request_id, cause in events.failed.items():
-            self._tokens_asked.pop(request_id, None)
             logger.warning("kvx: hand-off of request %s failed: %s", request_id, cause)
         for request_id in events.expired:
             logger.warning("kvx: the lease of request %s ran out before anyone read its blocks", request_id)
+        self._received_tokens += sum(asked[request_id] for request_id in events.received)
         return Outcome(
             sent=events.released | events.expired,
-            received=events.received,
-            failed=frozenset(events.failed),
+            received=frozenset(r for r in events.received if asked[r]),
+            failed=frozenset(r for r in {*events.failed, *refused} if asked[r]),
         )
+
+    def _pull(self, pull: PullWork) -> None:
+        """A hand-off that cannot even begin fails its own request, not the engine."""
+        self._tokens_asked[pull.request_id] = pull.num_tokens
+        no_blocks: tuple[tuple[int, ...], ...] = tuple(() for _ in self._kv_cache_config.transfer_groups)
+        try:
+            self.handoff.pull(
+                Pull(
+                    request_id=pull.request_id,
+                    remote_request_id=pull.remote_request_id,
+                    remote_engine_id=pull.remote_engine_id,
+                    host=pull.host,
+                    port=pull.port + self._tp_rank,
+                    blocks=pull.blocks or no_blocks,
+                    first_token=pull.first_token,
+                    num_tokens=pull.num_tokens,
+                )
+            )
+        except KVXError as error:
+            logger.warning("kvx: hand-off of request %s refused: %s", pull.request_id, error)
+            self._refused.add(pull.request_id)
+
+    @property
+    def _tp_rank(self) -> int:
+        parallel = self._vllm_config.parallel_config
+        rank: int = parallel.rank % parallel.tensor_parallel_size
+        return rank
 
     def close(self) -> None:
         """Stop the hand-offs, then close the connectors. Idempotent."""
@@ -137,7 +158,7 @@ class BridgeWorker:
             kv_caches,
             base_address=cache.base_address,
             capacity_blocks=cache.capacity_blocks,
-            tp_rank=parallel.rank % parallel.tensor_parallel_size,
+            tp_rank=self._tp_rank,
             tp_size=parallel.tensor_parallel_size,
             total_kv_heads=self._vllm_config.model_config.get_total_num_kv_heads(),
         )
@@ -150,7 +171,7 @@ class BridgeWorker:
             model=config.model_config.model,
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             kv_cache_dtype=str(config.cache_config.cache_dtype),
-            tp_rank=parallel.rank % parallel.tensor_parallel_size,
+            tp_rank=self._tp_rank,
             tp_size=parallel.tensor_parallel_size,
             pp_rank=parallel.rank // parallel.tensor_parallel_size,
             pp_size=parallel.pipeline_parallel_size,

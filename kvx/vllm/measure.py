@@ -67,15 +67,16 @@ def blocks_for_warmup(worker: Any, kv_cache_config: Any) -> int:
     tokens: int = worker.scheduler_config.max_num_batched_tokens
     needed = 1 + sum(-(-tokens // group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups)
     capacity: int = kv_cache_config.num_blocks
-    return max(1, min(needed, capacity // 4))
+    return max(1, min(int(needed), capacity // 4))
 
 
 def capacity_bytes(vllm_config: Any, start: StartPoint) -> int:
     """Bytes to plan the capacity with: the explicit size, or this rank's share of what was free less its weights."""
     budget = _budget(vllm_config, start)
-    if vllm_config.cache_config.kv_cache_memory_bytes is not None:
-        return budget.nbytes
-    return budget.nbytes - max(0, resident_bytes() - start.resident_bytes)
+    weights = 0
+    if vllm_config.cache_config.kv_cache_memory_bytes is None:
+        weights = max(0, resident_bytes() - start.resident_bytes)
+    return budget.nbytes - weights
 
 
 def warm_up_and_measure(
