@@ -110,10 +110,13 @@ def resize_mapping(
 
 def _copy_into(scratch: Reservation, content: torch.Tensor) -> None:
     copy = tensor_over(scratch)
-    copy[: content.numel()].copy_(content)
-    if not scratch.driver.allocations_are_zero:
-        copy[content.numel() :].zero_()
-    scratch.driver.synchronize()
+    try:
+        copy[: content.numel()].copy_(content)
+        if not scratch.driver.allocations_are_zero:
+            copy[content.numel() :].zero_()
+        scratch.driver.synchronize()
+    finally:
+        del copy, content  # an error's traceback would keep them, and with them the memory
 
 
 def views_of(buffer: torch.Tensor, geometry: CacheGeometry, *, kernel_blocks: bool = False) -> dict[str, torch.Tensor]:
