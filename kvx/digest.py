@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,8 @@ def _content(view: torch.Tensor, rows: npt.NDArray[np.int64], slots: npt.NDArray
 def _digest_rows(content: Bytes) -> Bytes:
     heads, tokens = content.shape[:2]
     rows = content.reshape(heads * tokens, -1)
-    joined = b"".join(blake2b(row.data, digest_size=DIGEST_BYTES).digest() for row in rows)
+    # SHA-256 runs at 1.3 GB/s where the CPU has instructions for it, BLAKE2 at 0.6.
+    joined = b"".join(sha256(row.data, usedforsecurity=False).digest()[:DIGEST_BYTES] for row in rows)
     return np.frombuffer(joined, dtype=np.uint8).reshape(heads, tokens, DIGEST_BYTES)
 
 

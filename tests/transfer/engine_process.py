@@ -10,6 +10,7 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,8 +81,8 @@ class Engine:
         """Canonical bytes [L, H, n, C] of each group, gathered token by token through the views alone."""
         import torch
 
-        out = []
-        for index, of_group in enumerate(blocks):
+        out: list[bytes] = []
+        for index, of_group in enumerate(blocks if num_tokens else []):
             group = self.groups[index]
             rows = []
             for layer in group.layers:
@@ -206,7 +207,7 @@ class Remote:
     """The parent's handle of an engine process: `remote.call.method(...)`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self.config = config
         self._pipe, child = context.Pipe()
         self.process = context.Process(target=_serve, args=(config, child), daemon=True)
@@ -243,3 +244,6 @@ class Remote:
             self.process.kill()
         self.process.join(10)
         self._pipe.close()
+
+
+StartEngines = Callable[..., list[Remote]]

@@ -1,0 +1,128 @@
+"""Hand-offs between two real processes: the bytes are right, whatever the geometry of either side."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from engine_process import EngineConfig, Remote, StartEngines
+
+pytestmark = pytest.mark.transfer
+
+VERIFY = {"verify": "all", "transfer_deadline_s": 20.0}
+
+
+def block_ids(config: EngineConfig, num_tokens: int, seed: int) -> list[int]:
+    count = -(-num_tokens // config.block_size_tokens)
+    return random.Random(seed).sample(range(config.num_blocks), count)
+
+
+def pull(reader: Remote, owner: Remote, request_id: str, blocks: list[list[int]], first: int, count: int) -> None:
+    reader.pull(
+        request_id=request_id,
+        remote_request_id=request_id,
+        remote_engine_id=owner.config.engine_id,
+        host="127.0.0.1",
+        port=owner.port,
+        blocks=blocks,
+        first_token=first,
+        num_tokens=count,
+    )
+
+
+def hand_off(owner: Remote, reader: Remote, num_tokens: int, seed: int, first_token: int = 0) -> None:
+    """Fill, hold, pull, compare all bytes, and see both sides end."""
+    request = f"request-{seed}"
+    theirs, ours = block_ids(owner.config, num_tokens, seed), block_ids(reader.config, num_tokens, seed + 1)
+    owner.fill([theirs], num_tokens, seed)
+    owner.hold(request, [theirs], num_tokens)
+    held = first_token // reader.config.block_size_tokens
+    wanted = [-1] * held + ours[held:]
+    before = reader.read([ours], 0, first_token)
+    pull(reader, owner, request, [wanted], first_token, num_tokens - first_token)
+    assert reader.events(20)["received"] == {request}
+    assert reader.read([ours], first_token, num_tokens - first_token) == owner.read(
+        [theirs], first_token, num_tokens - first_token
+    )
+    assert reader.read([ours], 0, first_token) == before, "what the reader had already was overwritten"
+    assert owner.events(20)["released"] == {request}
+
+
+PAIRS = {
+    "one block size, float32": ({"layout": "LBHNC"}, {"layout": "LBHNC"}),
+    "16 to 32, other layout, float32": ({"layout": "LBHNC"}, {"layout": "LBNHC", "block_size_tokens": 32}),
+    "32 to 16, kernel blocks, bfloat16": (
+        {"layout": "LBHNC", "block_size_tokens": 32, "kernel_block_size_tokens": 8, "dtype": "bfloat16"},
+        {"layout": "BLHNC", "dtype": "bfloat16"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_prompt_length_arrives_byte_for_byte(start_engines: StartEngines, name: str) -> None:
+    first, second = PAIRS[name]
+    owner, reader = start_engines(
+        EngineConfig("prefill", settings=VERIFY, **first), EngineConfig("decode", settings=VERIFY, **second)
+    )
+    size = reader.config.block_size_tokens
+    for seed, num_tokens in enumerate([1, size, size + 1, 1000]):
+        hand_off(owner, reader, num_tokens, seed * 10)
+    for seed, (num_tokens, held_blocks) in enumerate([(size + 1, 1), (1000, 7)]):
+        hand_off(owner, reader, num_tokens, 1000 + seed * 10, held_blocks * size)
+    status = reader.status()
+    assert status["digests"]["checked"] == 2 * (1 + size + size + 1 + 1000 + 1 + 1000 - 7 * size)
+    assert status["digests"]["mismatched"] == 0
+    content = status["transfer"]["bytes"] // (status["digests"]["checked"] // 2)
+    assert content == 3 * 2 * 2 * 8 * (2 if reader.config.dtype == "bfloat16" else 4), "only the wanted tokens moved"
+    assert owner.status()["handoff"] == {"holds": 0, "released": 6, "expired": 0}
+    reader.close()
+    owner.close()
+
+
+def test_groups_with_absent_blocks_move_what_is_wanted(start_engines: StartEngines) -> None:
+    """A sliding window group keeps only the last blocks of a prompt, on both sides."""
+    owner, reader = start_engines(
+        EngineConfig("prefill", settings=VERIFY, sliding_layers=2),
+        EngineConfig("decode", settings=VERIFY, sliding_layers=2, layout="BLNHC"),
+    )
+    held, wanted = [[1, 2, 3, 4], [-1, -1, 40, 41]], [[9, 8, 7, 6], [-1, -1, 50, 51]]
+    owner.fill(held, 60, 5)
+    owner.hold("r", held, 60)
+    pull(reader, owner, "r", wanted, 0, 60)
+    assert reader.events(20)["received"] == {"r"}
+    assert reader.read([wanted[0]], 0, 60) == owner.read([held[0]], 0, 60)
+    tail_ours, tail_theirs = (reader.read(wanted, 32, 28), owner.read(held, 32, 28))
+    assert tail_ours == tail_theirs
+    pull(reader, owner, "r", [[9, 8, 7, 6], [-1, 49, 50, 51]], 0, 60)
+    assert "was released" in reader.events(20)["failed"]["r"]
+
+
+def test_many_at_once(start_engines: StartEngines) -> None:
+    owner, reader = start_engines(EngineConfig("prefill", settings=VERIFY), EngineConfig("decode", settings=VERIFY))
+    for index in range(12):
+        blocks = [[index * 3, index * 3 + 1, index * 3 + 2]]
+        owner.fill(blocks, 40, index)
+        owner.hold(f"r{index}", blocks, 40)
+        pull(reader, owner, f"r{index}", [[index * 4 + 2, index * 4, index * 4 + 1]], 0, 40)
+    received: set[str] = set()
+    while len(received) < 12:
+        events: dict[str, Any] = reader.events(20)
+        assert events["received"], events
+        assert not events["received"] & received, "reported twice"
+        received |= events["received"]
+    for index in range(12):
+        ours, theirs = [index * 4 + 2, index * 4, index * 4 + 1], [index * 3, index * 3 + 1, index * 3 + 2]
+        assert reader.read([ours], 0, 40) == owner.read([theirs], 0, 40)
+
+
+def test_an_idle_pair_uses_no_processor_time(start_engines: StartEngines) -> None:
+    owner, reader = start_engines(EngineConfig("prefill"), EngineConfig("decode"))
+    hand_off(owner, reader, 100, 1)
+    owner.events(1.1), reader.events(0.1)  # past the time in which the owner helps to set up a connection
+    before = owner.cpu_s(), reader.cpu_s()
+    owner.hold("unread", [[1]], 16)
+    assert not any(owner.events(0.5).values())
+    assert not any(reader.events(0.5).values())
+    assert owner.cpu_s() - before[0] < 0.05
+    assert reader.cpu_s() - before[1] < 0.05
