@@ -6,7 +6,7 @@ STAMP  := .venv/.setup-$(shell cat $(LOCK) pyproject.toml | sha256sum | cut -c1-
 BIN    := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test verify bench clean
+.PHONY: help setup check test test-kit verify bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -29,7 +29,10 @@ check: setup ## Format, lint, types, layers, fast tests
 	$(BIN)/python -m pytest -q -m "not vllm and not slow and not gpu"
 
 test: setup ## Everything that runs on this machine, real vLLM engines included
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(BIN)/python -m pytest -q -m "not gpu and not matrix"
+
+test-kit: setup ## The rows of every matrix that `make test` leaves out
+	$(BIN)/python -m pytest -q -m "matrix and not gpu"
 
 verify: setup ## Eight questions on one stock server and on a kvx pair: all must be identical
 	$(BIN)/kvx verify --limit 8

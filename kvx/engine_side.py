@@ -159,8 +159,9 @@ class EngineSide:
         groups, views = self.groups, self.views
 
         def take() -> list[GroupDigests]:
+            end = first_token + num_tokens
             return [
-                digests(views, group, of_group, first_token, num_tokens)
+                digests(views, group, of_group, first_token, group.covered_tokens(end) - first_token)
                 for group, of_group in zip(groups, blocks, strict=True)
             ]
 

@@ -128,6 +128,9 @@ class HeadRange:
 class GroupGeometry:
     """Byte offset of (layer, b, h, n) from the reservation's base, h counted from heads.start:
     layer_offset + b * block_stride + (n // kernel) * kernel_stride + h * head_stride + (n % kernel) * token_stride.
+
+    `page_format` names the order in which an engine's kernels pack a head's part of a page, where that is not token
+    after token: then only whole pages mean anything, and both sides need the same format and block size.
     """
 
     name: str
@@ -144,6 +147,7 @@ class GroupGeometry:
     content_bytes: int
     dtype: str
     sliding_window_tokens: int | None = None
+    page_format: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -180,6 +184,12 @@ class GroupGeometry:
             + (self.kernel_block_size_tokens - 1) * self.token_stride_bytes
             + self.content_bytes
         )
+
+    def covered_tokens(self, end_tokens: int) -> int:
+        """Up to where a copy or a digest of the tokens up to `end_tokens` reaches: whole blocks of packed pages."""
+        if self.page_format is None:
+            return end_tokens
+        return -(-end_tokens // self.block_size_tokens) * self.block_size_tokens
 
     def check_extent(self, num_blocks: int) -> None:
         """LayoutError when the offsets of the first `num_blocks` blocks do not fit 64 bits."""
@@ -221,6 +231,8 @@ class GroupGeometry:
                 _require(name, values[name], int)
         if values["sliding_window_tokens"] is not None:
             _require("sliding_window_tokens", values["sliding_window_tokens"], int)
+        if values["page_format"] is not None:
+            _require("page_format", values["page_format"], str)
         return cls(**{**values, "heads": HeadRange(**heads), "layers": layers, "layer_offsets_bytes": offsets})
 
 
@@ -283,6 +295,7 @@ def group_geometry_of_views(
     heads: HeadRange,
     dtype: str,
     sliding_window_tokens: int | None = None,
+    page_format: str | None = None,
 ) -> GroupGeometry:
     """The same, read from the views of a group's layers [B, H, N, C] (or in kernel blocks); they must be alike."""
     read = {layer: read_view(view, capacity_blocks) for layer, view in layers.items()}
@@ -314,4 +327,5 @@ def group_geometry_of_views(
         content_bytes=first.content_bytes,
         dtype=dtype,
         sliding_window_tokens=sliding_window_tokens,
+        page_format=page_format,
     )

@@ -177,7 +177,13 @@ def plan(
     num_heads = min(source.heads.end, destination.heads.end) - head
     if num_tokens == 0 or num_heads < 1:
         return Runs.empty()
-    pieces = _pieces(source, source_ids, destination, destination_ids, first_token, first_token + num_tokens)
+    if first_token != destination.covered_tokens(first_token):
+        raise LayoutError(
+            f"cannot copy from token {first_token}: pages packed as {destination.page_format!r} are copied whole, "
+            f"so the first token must be a multiple of {destination.block_size_tokens}"
+        )
+    end = destination.covered_tokens(first_token + num_tokens)
+    pieces = _pieces(source, source_ids, destination, destination_ids, first_token, end)
     pieces[0] += (head - source.heads.start) * source.head_stride_bytes
     pieces[1] += (head - destination.heads.start) * destination.head_stride_bytes
     axes = _axes(source, destination, num_heads)
@@ -198,9 +204,17 @@ def check_compatible(source: GroupGeometry, destination: GroupGeometry) -> None:
         ("content_bytes", source.content_bytes, destination.content_bytes),
         ("heads.total", source.heads.total, destination.heads.total),
         ("sliding_window_tokens", source.sliding_window_tokens, destination.sliding_window_tokens),
+        ("page_format", source.page_format, destination.page_format),
     ):
         if ours != theirs:
             raise PeerMismatch(field, ours, theirs)
+    if destination.page_format is not None:
+        for field, theirs, ours in (
+            ("block_size_tokens", source.block_size_tokens, destination.block_size_tokens),
+            ("kernel_block_size_tokens", source.kernel_block_size_tokens, destination.kernel_block_size_tokens),
+        ):
+            if ours != theirs:
+                raise PeerMismatch(field, ours, theirs, f"pages packed as {destination.page_format} cannot be split")
 
 
 def _as_ids(blocks: ArrayLike) -> Ints:

@@ -24,6 +24,7 @@ import numpy as np
 from kvx.connector import Connector, ConnectorState, Op, Transfer, TransferState
 from kvx.digest import DIGEST_BYTES, GroupDigests, first_difference
 from kvx.engine_side import EngineSide
+from kvx.geometry import GroupGeometry
 from kvx.errors import (
     ConnectorError,
     HandshakeError,
@@ -381,7 +382,7 @@ class Puller:
                 head_start=head - owner_group.heads.start,
                 head_count=num_heads,
             )
-            for first, end in _wanted_ranges(pull.spec, index, ours.block_size_tokens)
+            for first, end in _wanted_ranges(pull.spec, index, ours)
             for start in range(first, end, page)
         ]
 
@@ -506,13 +507,13 @@ def _wanted_blocks(spec: Pull, blocks: Sequence[int], block_size_tokens: int) ->
     return blocks[first : -(-(spec.first_token + spec.num_tokens) // block_size_tokens)]
 
 
-def _wanted_ranges(spec: Pull, index: int, block_size_tokens: int) -> list[tuple[int, int]]:
+def _wanted_ranges(spec: Pull, index: int, group: GroupGeometry) -> list[tuple[int, int]]:
     """[first, end) token ranges whose destination blocks are wanted, adjacent ones joined."""
     ranges: list[tuple[int, int]] = []
-    end = spec.first_token + spec.num_tokens
+    size, end = group.block_size_tokens, group.covered_tokens(spec.first_token + spec.num_tokens)
     for position, block in enumerate(spec.blocks[index]):
-        start = max(spec.first_token, position * block_size_tokens)
-        stop = min(end, (position + 1) * block_size_tokens)
+        start = max(spec.first_token, position * size)
+        stop = min(end, (position + 1) * size)
         if block < 0 or start >= stop:
             continue
         if ranges and ranges[-1][1] == start:

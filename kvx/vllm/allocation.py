@@ -77,8 +77,9 @@ def group_geometries(
     tp_rank: int,
     tp_size: int,
     total_kv_heads: int,
+    page_formats: Mapping[str, str],
 ) -> tuple[GroupGeometry, ...]:
-    """What a peer must know of each transferable layer group."""
+    """What a peer must know of each transferable layer group. `page_formats`: see `packed_page_formats`."""
     geometries = []
     for index, group in enumerate(kv_cache_config.transfer_groups):
         _, spec = _group_and_spec(kv_cache_config, group.layer_names[0])
@@ -94,9 +95,27 @@ def group_geometries(
                 heads=_heads(kind, spec, tp_rank, tp_size, total_kv_heads),
                 dtype=str(spec.dtype).removeprefix("torch.") if hasattr(spec, "dtype") else "uint8",
                 sliding_window_tokens=getattr(spec, "sliding_window", None),
+                page_format=page_formats.get(group.layer_names[0]),
             )
         )
     return tuple(geometries)
+
+
+def packed_page_formats(vllm_config: Any) -> dict[str, str]:
+    """Layer name -> format, for layers whose kernels do not store a page token after token.
+
+    vLLM's CPU attention keeps all keys of a head's page before its values, in an order made for the instruction set
+    that it runs on (vllm/v1/attention/backends/cpu_attn.py), although the view says [B, H, N, C].
+    """
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    return {
+        name: f"CPU_ATTN/{layer.isa}"
+        for name, layer in layers.items()
+        if layer.get_attn_backend().get_name() == "CPU_ATTN"
+    }
 
 
 def _heads(kind: AttentionKind, spec: Any, tp_rank: int, tp_size: int, total_kv_heads: int) -> HeadRange:

@@ -1,0 +1,124 @@
+"""Hand-offs between two real servers: the same tokens as one engine alone, and no digest that differs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvx.verify.client import Ask
+from kvx.verify.engines import RunSettings
+
+from .conftest import RunningPair, start_pair
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+POOL_BLOCKS = 24
+CHUNK_TOKENS = 256
+PROMPTS = ["one token", "one block", "one block and one", "a thousand"]
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPair]:
+    run = RunSettings(model=model, max_model_len_tokens=1536, explicit_blocks=POOL_BLOCKS)
+    yield from start_pair(run, tmp_path_factory.mktemp("pair"), batched_tokens=CHUNK_TOKENS)
+
+
+def prompt_of(name: str, block_size: int) -> list[int]:
+    lengths = dict(zip(PROMPTS, (1, block_size, block_size + 1, 1000), strict=True))
+    return tokens(lengths[name], seed=PROMPTS.index(name))
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(1000, 20000), k=count)
+
+
+def ask(name: str, prompt: list[int], max_tokens: int = 8) -> Ask:
+    return Ask(request_id=name.replace(" ", "-"), prompt=prompt, max_tokens=max_tokens, ignore_eos=True)
+
+
+def require_same(pair: RunningPair, wanted: Ask) -> None:
+    before = pair.decode_status()
+    handed_off, single = pair.handed_off(wanted), pair.single(wanted)
+    assert not handed_off.error, handed_off.error
+    assert not single.error, single.error
+    assert handed_off.tokens == single.tokens
+    after = pair.decode_status()
+    assert after["digests"]["checked"] > before["digests"]["checked"]
+    assert after["digests"]["mismatched"] == 0, after["digests"]["mismatches"]
+    assert after["transfer"]["failed"] == 0
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_handed_off_request_answers_as_one_engine_does(pair: RunningPair, name: str) -> None:
+    require_same(pair, ask(f"plain {name}", prompt_of(name, 128)))
+
+
+def test_an_explicit_count_is_honoured_in_the_metrics_the_log_and_the_cache(pair: RunningPair) -> None:
+    """The front end's own record (another process than the engine core) comes out as `vllm:cache_config_info`."""
+    metrics = httpx.get(f"{pair.decode.url}/metrics").text
+    info = next(line for line in metrics.splitlines() if line.startswith("vllm:cache_config_info{"))
+    assert f'num_gpu_blocks="{POOL_BLOCKS}"' in info
+    log = pair.decode.log.read_text()
+    assert f"KV cache size: {POOL_BLOCKS * 128:,} tokens" in log
+    cache = pair.decode_status()["cache"]
+    assert cache["blocks_final"] == POOL_BLOCKS
+    assert cache["explicit_size"]
+    assert cache["blocks_at_warmup"] < POOL_BLOCKS
+
+
+def test_what_decode_already_holds_is_not_read_again(pair: RunningPair) -> None:
+    prompt = tokens(700, seed=77)
+    warm = pair.client.ask_single(pair.decode.url, ask("prefix", prompt[:300], max_tokens=1))
+    assert not warm.error
+    before = pair.decode_status()
+    require_same(pair, ask("prefix hit", prompt))
+    after = pair.decode_status()
+    received = after["external_hits"]["received_tokens"] - before["external_hits"]["received_tokens"]
+    assert received == 700 - 2 * 128
+
+
+def test_a_preemption_on_the_prefill_side_changes_no_answer(pair: RunningPair) -> None:
+    """Three long generations and hand-offs of eight blocks want more than the pool has."""
+    longs = [ask(f"long {index}", tokens(636, seed=100 + index), max_tokens=160) for index in range(3)]
+    handed = [ask(f"preempted {index}", tokens(1000, seed=200 + index)) for index in range(3)]
+    before = pair.client.counters(pair.prefill.url)["vllm:num_preemptions_total"]
+    with ThreadPoolExecutor(6) as pool:
+        generations = [pool.submit(pair.single, request) for request in longs]
+        answers = [pool.submit(pair.handed_off, request) for request in handed]
+        assert all(not future.result().error for future in generations)
+        got = [future.result() for future in answers]
+    assert pair.client.counters(pair.prefill.url)["vllm:num_preemptions_total"] > before
+    assert [answer.error for answer in got] == [""] * len(got)
+    assert [answer.tokens for answer in got] == [pair.single(request).tokens for request in handed]
+    assert pair.decode_status()["digests"]["mismatched"] == 0
+
+
+def test_every_hold_was_freed(pair: RunningPair) -> None:
+    status = pair.prefill_status()
+    assert status["handoff"]["holds"] == 0
+    assert status["handoff"]["expired"] == 0
+    assert status["handoff"]["released"] > 0
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("block_size", "dtype"), [(32, "float32"), (32, "bfloat16"), (128, "bfloat16")])
+def test_the_other_block_sizes_and_types(model: Path, tmp_path: Path, block_size: int, dtype: str) -> None:
+    """In bfloat16 a token may flip without a wrong byte (another batch shape), so there digests are the judge."""
+    run = RunSettings(model=model, max_model_len_tokens=1536, block_size_tokens=block_size, dtype=dtype)
+    for running in start_pair(run, tmp_path, batched_tokens=CHUNK_TOKENS):
+        for name in PROMPTS:
+            wanted = ask(f"{dtype} {block_size} {name}", prompt_of(name, block_size))
+            if dtype == "float32":
+                require_same(running, wanted)
+            else:
+                answer = running.handed_off(wanted)
+                assert not answer.error
+                assert len(answer.tokens) == wanted.max_tokens
+        digests = running.decode_status()["digests"]
+        assert digests["checked"] > 0
+        assert digests["mismatched"] == 0
