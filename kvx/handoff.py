@@ -269,7 +269,7 @@ class HandoffWorker:
     def _expire(self, now: float) -> None:
         for hold, until in [item for item in self._stale if now >= item[1]]:
             self._stale.remove((hold, until))
-            if hold.is_stale:  # the engine has not reused a block of it by itself
+            if hold.is_awaiting_reuse:  # the engine has not reused a block of it by itself
                 self._side.injected_reuse(hold.blocks)
                 self._reused(hold)
         expired = self._table.expire(now)
@@ -299,16 +299,16 @@ class HandoffWorker:
         self._table.generation = generation
 
     def _add_hold(self, hold: Hold) -> None:
-        hold.is_stale = self._side.injector.take(inject.Fault.STALE)
-        for stale in stale_covered(self._table.holds.values(), hold):
-            self._reused(stale)
+        for freed in stale_covered(self._table.holds.values(), hold):
+            self._reused(freed)
+        hold.is_freed = hold.is_awaiting_reuse = self._side.injector.take(inject.Fault.STALE)
         self._table.add(hold, time.monotonic())
 
     def _on_hold_digests(self, hold: Hold) -> None:
         waiting, self._waiting_digests = self._waiting_digests, []
         for sender, ask in waiting:
             self._answer(sender, ask)
-        if hold.is_stale:
+        if hold.is_freed:
             self._released([hold.request_id])
             self._stale.append((hold, time.monotonic() + inject.STALE_WAIT_S))
 
@@ -318,7 +318,7 @@ class HandoffWorker:
 
     def _reused(self, hold: Hold) -> None:
         """A hold that was freed early has other content now: let its reader read that."""
-        hold.is_stale = False
+        hold.is_awaiting_reuse = False
         self._table.answer_parked(hold.request_id, time.monotonic())
 
     # Requests of readers

@@ -213,9 +213,10 @@ def request_status(host: str, port: int, timeout_s: float = 5.0) -> dict[str, An
     channel = context.socket(zmq.DEALER)
     try:
         channel.setsockopt(zmq.LINGER, 0)
-        channel.setsockopt(zmq.IPV6, 1)
+        address = endpoint(host, port)
+        channel.setsockopt(zmq.IPV6, "[" in address)
         channel.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT_BYTES)
-        channel.connect(endpoint(host, port))
+        channel.connect(address)
         channel.send(encode(Status(sequence=1)))
         if not channel.poll(round(timeout_s * 1000)):
             raise HandshakeError(f"no status from the side channel of {host}:{port} within {timeout_s:g} s")

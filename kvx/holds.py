@@ -30,8 +30,9 @@ class Hold:
     expires: float
     digests: DigestsFuture | None = None
     reader: str | None = None
-    # For the injection `stale` only: freed early, and answered when its blocks have other content.
-    is_stale: bool = False
+    # For the injection `stale` only: reported as released already, and not answered before its blocks are reused.
+    is_freed: bool = False
+    is_awaiting_reuse: bool = False
 
     def covers_any(self, other: Hold) -> bool:
         """Whether it holds a block of `other`, in the same layer group."""
@@ -60,7 +61,7 @@ class HoldTable:
 
     @property
     def num_held(self) -> int:
-        return sum(not hold.is_stale for hold in self.holds.values())
+        return sum(not hold.is_freed for hold in self.holds.values())
 
     @property
     def is_being_read(self) -> bool:
@@ -76,7 +77,7 @@ class HoldTable:
         """Answer with the hold's own block ids; park the claim of a request that is not known yet."""
         hold = self.holds.get(claim.request_id)
         is_unknown = hold is None and claim.request_id not in self._endings
-        if is_unknown or (hold is not None and hold.is_stale):
+        if is_unknown or (hold is not None and hold.is_awaiting_reuse):
             self._parked.append(_ParkedClaim(sender, claim, now + claim.wait_s))
         elif hold is None:
             self._refuse(sender, claim, f"request {claim.request_id} {self._endings[claim.request_id]}")
@@ -104,7 +105,7 @@ class HoldTable:
         if hold is None or hold.reader not in (None, reader):
             return False
         self._end(hold, "was released: its reader is done")
-        return not hold.is_stale
+        return not hold.is_freed
 
     def drop(self, request_id: str) -> bool:
         """Local abort; True when the hold ended now. One that is being read ends with its reader or its lease."""
@@ -124,7 +125,7 @@ class HoldTable:
         for parked in [item for item in self._parked if now >= item.until]:
             self._parked.remove(parked)
             self._refuse(parked.sender, parked.claim, f"request {parked.claim.request_id} is not held here")
-        return [hold.request_id for hold in ended if not hold.is_stale]
+        return [hold.request_id for hold in ended if not hold.is_freed]
 
     def next_time(self) -> float | None:
         """When `expire` has something to do."""
@@ -177,5 +178,5 @@ class HoldTable:
 
 
 def stale_covered(holds: Iterable[Hold], new: Hold) -> list[Hold]:
-    """Stale holds of which `new` reuses a block."""
-    return [hold for hold in holds if hold.is_stale and hold is not new and new.covers_any(hold)]
+    """Holds that were freed early, and of which `new` reuses a block."""
+    return [hold for hold in holds if hold.is_awaiting_reuse and new.covers_any(hold)]

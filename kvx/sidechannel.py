@@ -37,9 +37,10 @@ class Server:
         """ConnectorError, in one sentence, when the port is in use or the host is not ours. Port 0 chooses one."""
         self.socket = context.socket(zmq.ROUTER)
         try:
-            self.socket.setsockopt(zmq.IPV6, 1)
+            address = endpoint(host, port)
+            self.socket.setsockopt(zmq.IPV6, "[" in address)
             self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
-            self.socket.bind(endpoint(host, port))
+            self.socket.bind(address)
         except zmq.ZMQError as error:
             self.socket.close(linger=0)
             if error.errno == errno.EADDRINUSE:
@@ -88,7 +89,7 @@ class Link:
         self.host, self.port = host, port
         address = endpoint(host, port)
         self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IPV6, 1)
+        self.socket.setsockopt(zmq.IPV6, "[" in address)
         self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.socket.connect(address)

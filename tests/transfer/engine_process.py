@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -127,6 +128,88 @@ class Engine:
         """Grow while READY: the connectors close and open again under a new generation."""
         self.cache.extend_kv_cache(num_blocks, live=True)
         self.worker.open(self.groups, self.views, num_blocks, self.cache.generation, self.config.layout)
+
+    # The connector alone
+
+    def metadata(self) -> bytes:
+        return self.connector.metadata()
+
+    def registered(self) -> dict[str, Any]:
+        return {
+            "bytes": self.connector.registered_bytes,
+            "regions": [(region.offset_bytes, region.nbytes) for region in self.cache.regions()],
+        }
+
+    def connect(self, metadata: bytes) -> str:
+        self.peer = self.connector.connect(metadata)
+        return self.peer.name
+
+    def submit(
+        self, op: str, source: list[int], destination: list[int], length: int, deadline_s: float, notify: bytes = b""
+    ) -> str:
+        """Copy `length` bytes from each source to the destination offset of the same index."""
+        import numpy as np
+
+        from kvx.connector import Op
+        from kvx.plan import RUN_DTYPE, Runs
+
+        rows = np.zeros(len(source), RUN_DTYPE)
+        rows["source"], rows["destination"], rows["length"], rows["count"] = source, destination, length, 1
+        self.transfer = self.connector.submit(Op(op), self.peer, Runs(rows), deadline_s=deadline_s, notify=notify)
+        return self.transfer.state.value
+
+    def cancel_transfer(self) -> None:
+        self.connector.cancel(self.transfer)
+
+    def finish(self, timeout_s: float) -> tuple[str, str, str, int]:
+        """Poll until the transfer is terminal: (state, kind of its cause, its text, how often it was reported)."""
+        deadline, reported = time.monotonic() + timeout_s, 0
+        while time.monotonic() < deadline:
+            reported += sum(transfer is self.transfer for transfer in self.connector.poll().finished)
+            if reported:
+                break
+            time.sleep(0.0005)
+        cause = self.transfer.cause
+        return self.transfer.state.value, type(cause).__name__, str(cause), reported
+
+    def progress(self, seconds: float) -> list[tuple[str, bytes]]:
+        deadline, notifications = time.monotonic() + seconds, []
+        while time.monotonic() < deadline:
+            notifications += self.connector.poll().notifications
+            time.sleep(0.0005)
+        return notifications
+
+    def progress_in_background(self) -> None:
+        """As the hand-off thread does while a peer reads from us."""
+        self.notified: list[tuple[str, bytes]] = []
+
+        def run() -> None:
+            while self.connector.state is ConnectorState.OPEN:
+                self.notified += self.connector.poll().notifications
+                time.sleep(0.0005)
+
+        from kvx.connector import ConnectorState
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def notifications(self, timeout_s: float) -> list[tuple[str, bytes]]:
+        deadline = time.monotonic() + timeout_s
+        while not self.notified and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self.notified
+
+    def poke(self, offset: int, nbytes: int, value: int) -> None:
+        self.cache.buffer[offset : offset + nbytes] = value
+
+    def peek(self, offset: int, nbytes: int) -> bytes:
+        return bytes(self.cache.buffer[offset : offset + nbytes].numpy().tobytes())
+
+    def close_connector(self) -> None:
+        self.connector.close()
+
+    def close_worker(self) -> dict[str, str]:
+        self.worker.close()
+        return dict(self.worker.poll().failed)
 
     def close(self) -> None:
         self.worker.close()

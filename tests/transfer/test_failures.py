@@ -1,0 +1,156 @@
+"""What happens when a peer stops, dies, restarts, changes, differs, or lies: one request fails, with its cause."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from engine_process import EngineConfig, Remote, StartEngines
+from test_handoff import hand_off, pull
+
+pytestmark = pytest.mark.transfer
+
+QUICK = {"transfer_deadline_s": 1.0, "lease_s": 20.0, "grace_s": 1.0}
+
+
+def engines(start_engines: StartEngines, **owner: object) -> tuple[Remote, Remote]:
+    first = EngineConfig("prefill", settings=QUICK, **owner)  # type: ignore[arg-type]
+    prefill, decode = start_engines(first, EngineConfig("decode", settings=QUICK))
+    return prefill, decode
+
+
+def failure(reader: Remote, request_id: str = "r", timeout_s: float = 5.0) -> str:
+    events = reader.events(timeout_s)
+    assert list(events["failed"]) == [request_id], events
+    return str(events["failed"][request_id])
+
+
+def test_a_stopped_owner_is_a_timeout_and_only_for_its_request(start_engines: StartEngines) -> None:
+    owner, reader = engines(start_engines)
+    hand_off(owner, reader, 40, 1)
+    owner.hold("r", [[1]], 16)
+    owner.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    pull(reader, owner, "r", [[1]], 0, 16)
+    assert "no answer to claim" in failure(reader)
+    assert 1.0 <= time.monotonic() - began < 3.0
+    owner.signal(signal.SIGCONT)
+    assert owner.events(5)["released"] == {"r"}, "the reader's release, sent when it gave up, frees the blocks"
+    hand_off(owner, reader, 40, 2)
+    assert reader.status()["side_channel"]["internal_errors"] == 0
+
+
+def test_a_killed_owner_fails_at_once_and_a_restarted_one_works(start_engines: StartEngines) -> None:
+    owner, reader = engines(start_engines, agent_name="same")
+    hand_off(owner, reader, 40, 1)
+    port = owner.port
+    pull(reader, owner, "r", [[1]], 0, 16)  # parked there: it holds no such request
+    time.sleep(0.2)
+    owner.stop()
+    began = time.monotonic()
+    assert "closed its side channel" in failure(reader)
+    assert time.monotonic() - began < 0.9
+    pull(reader, owner, "r", [[1]], 0, 16)
+    assert "no answer to greet" in failure(reader)
+    settings = {**QUICK, "side_channel_port": port}
+    (again,) = start_engines(EngineConfig("prefill", agent_name="same", settings=settings))
+    hand_off(again, reader, 100, 2)
+
+
+def test_a_killed_reader_leaves_the_hold_to_its_lease(start_engines: StartEngines) -> None:
+    owner, reader = engines(start_engines)
+    hand_off(owner, reader, 40, 1)
+    reader.stop()
+    owner.hold("r", [[1]], 16, 0.3)
+    assert owner.events(5)["expired"] == {"r"}
+    assert owner.status()["handoff"] == {"holds": 0, "released": 1, "expired": 1}
+
+
+def test_a_changed_cache_is_noticed_and_hands_are_shaken_again(start_engines: StartEngines) -> None:
+    owner, reader = engines(start_engines, num_blocks=64)
+    hand_off(owner, reader, 100, 1)
+    owner.extend(96)
+    owner.fill([[90, 95]], 32, 3)
+    owner.hold("r", [[90, 95]], 32)
+    pull(reader, owner, "r", [[3, 4]], 0, 32)
+    assert reader.events(5)["received"] == {"r"}
+    assert reader.read([[3, 4]], 0, 32) == owner.read([[90, 95]], 0, 32)
+
+
+def test_abort_and_expiry_on_both_sides(start_engines: StartEngines) -> None:
+    owner, reader = engines(start_engines)
+    owner.hold("dropped", [[1]], 16)
+    owner.drop("dropped")
+    assert owner.events(5)["released"] == {"dropped"}
+    pull(reader, owner, "dropped", [[1]], 0, 16)
+    assert "aborted by its owner" in failure(reader, "dropped")
+
+    owner.hold("expired", [[1]], 16, 0.2)
+    assert owner.events(5)["expired"] == {"expired"}
+    pull(reader, owner, "expired", [[1]], 0, 16)
+    assert "lease ran out" in failure(reader, "expired")
+
+    pull(reader, owner, "cancelled", [[1]], 0, 16)
+    time.sleep(0.1)
+    reader.cancel("cancelled")
+    assert "cancelled" in failure(reader, "cancelled")
+
+    pull(reader, owner, "late", [[1]], 0, 16)
+    time.sleep(0.2)
+    owner.hold("late", [[5]], 16)
+    assert reader.events(5)["received"] == {"late"}, "a claim waits for a hold that comes later"
+    assert owner.events(5)["released"] == {"late"}
+
+    pull(reader, owner, "never", [[1]], 0, 16)
+    assert "is not held here" in failure(reader, "never") or "no answer" in failure(reader, "never")
+    assert owner.status()["handoff"]["holds"] == 0
+
+
+@pytest.mark.parametrize(
+    ("owner_config", "reader_config", "field"),
+    [
+        ({"model": "other"}, {}, "model differs: here 'tiny', at the peer 'other'"),
+        ({"dtype": "bfloat16", "model": "other"}, {}, "model, dtype, kv_cache_dtype differs"),
+        ({"num_layers": 2}, {}, "layers differs"),
+        ({"head_size": 16}, {}, "content_bytes differs"),
+        ({"num_kv_heads": 1}, {}, "heads.total differs"),
+        ({"sliding_layers": 1}, {}, "layer groups differs"),
+        ({}, {"settings": {"verify": "all"}}, "verify differs: here 'all', at the peer 'off'"),
+    ],
+)
+def test_the_field_that_differs_is_named(
+    start_engines: StartEngines, owner_config: dict[str, object], reader_config: dict[str, object], field: str
+) -> None:
+    owner, reader = start_engines(EngineConfig("prefill", **owner_config), EngineConfig("decode", **reader_config))  # type: ignore[arg-type]
+    owner.hold("r", [[1]] * (2 if owner.config.sliding_layers else 1), 16)
+    pull(reader, owner, "r", [[1]], 0, 16)
+    assert field in failure(reader)
+
+
+def test_wrong_requests_fail_alone(start_engines: StartEngines) -> None:
+    owner, reader = engines(start_engines)
+    owner.hold("r", [[1]], 16)
+    pull(reader, owner, "r", [[1, 2]], 0, 32)
+    assert "held with 16 tokens, tokens up to 32 were asked for" in failure(reader)
+    reader.pull(
+        request_id="r", remote_request_id="r", remote_engine_id="someone else", host="127.0.0.1", port=owner.port,
+        blocks=[[1]], first_token=0, num_tokens=16,
+    )  # fmt: skip
+    assert "'someone else', at the peer 'prefill'" in failure(reader)
+    reader.pull(
+        request_id="r", remote_request_id="r", remote_engine_id="prefill", host="no.such.host.invalid", port=1,
+        blocks=[[1]], first_token=0, num_tokens=16,
+    )  # fmt: skip
+    assert "'no.such.host.invalid' has no address" in failure(reader)
+    for call, block in ((reader.pull, 96), (owner.hold, 96), (owner.hold, 10**6)):
+        arguments = {"num_tokens": 16, "blocks": [[block]], "request_id": "x"}
+        if call is reader.pull:
+            continue
+        with pytest.raises(RuntimeError, match=f"LayoutError: block {block} of layer group full is not committed"):
+            call(**arguments)
+    with pytest.raises(RuntimeError, match="LayoutError: block 96 of layer group full is not committed"):
+        pull(reader, owner, "x", [[96]], 0, 16)
+    with pytest.raises(RuntimeError, match="LayoutError: block lists for 2 layer groups given, there are 1"):
+        owner.hold("x", [[1], [2]], 16)
+    hand_off(owner, reader, 40, 2)

@@ -1,0 +1,125 @@
+"""The NIXL connector by itself, between two processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from engine_process import EngineConfig, Remote, StartEngines
+
+pytestmark = pytest.mark.transfer
+
+# UCX's TCP transport moves bytes with the peer's help, so a stopped peer stops a transfer half way.
+TCP_ONLY = {"UCX_TLS": "tcp,self"}
+BIG = {"num_layers": 4, "granularity_bytes": 1 << 21, "head_size": 64, "num_blocks": 512, "capacity_blocks": 512}
+
+
+def read(reader: Remote, op: str, source: list[int], destination: list[int], length: int) -> tuple[str, str, str, int]:
+    reader.submit(op, source, destination, length, 10.0)
+    result: tuple[str, str, str, int] = reader.finish(10)
+    return result
+
+
+@pytest.fixture
+def pair(start_engines: StartEngines) -> tuple[Remote, Remote]:
+    ours, theirs = start_engines(EngineConfig("ours"), EngineConfig("theirs"))
+    theirs.progress_in_background()
+    ours.connect(theirs.metadata())
+    return ours, theirs
+
+
+def test_read_write_and_notify(pair: tuple[Remote, Remote]) -> None:
+    ours, theirs = pair
+    theirs.poke(0, 64, 1), theirs.poke(64, 64, 2), ours.poke(0, 256, 9)
+    assert read(ours, "read", [0, 64], [128, 32], 64) == ("done", "NoneType", "None", 1)
+    assert ours.peek(0, 256) == b"\x09" * 32 + b"\x02" * 64 + b"\x09" * 32 + b"\x01" * 64 + b"\x09" * 64
+    ours.submit("write", [128], [1000], 64, 10.0, b"written")
+    assert ours.finish(10)[0] == "done"
+    assert theirs.peek(999, 66) == b"\0" + b"\x01" * 64 + b"\0"
+    assert [message for _, message in theirs.notifications(2.0)] == [b"written"]
+
+
+def test_only_registered_bytes_are_touched(pair: tuple[Remote, Remote]) -> None:
+    ours, theirs = pair
+    registered = theirs.registered()
+    offset, nbytes = registered["regions"][0]
+    assert registered["bytes"] == sum(size for _, size in registered["regions"]) < 128 / 96 * registered["bytes"]
+    for source, destination, side in (([offset + nbytes - 32], [0], "source"), ([0], [offset + nbytes - 32], "destin")):
+        with pytest.raises(RuntimeError, match=f"LayoutError: bytes .* of the {side}.* not registered"):
+            ours.submit("read", source, destination, 64, 1.0)
+    assert read(ours, "read", [offset + nbytes - 64], [0], 64)[0] == "done"
+
+
+def test_garbage_metadata_is_refused(pair: tuple[Remote, Remote]) -> None:
+    ours, theirs = pair
+    for garbage in (b"", b"\xc1", theirs.metadata()[:-3], theirs.metadata() + b"\0", b"\x80"):
+        with pytest.raises(RuntimeError, match="HandshakeError: unreadable metadata"):
+            ours.connect(garbage)
+    assert ours.connect(theirs.metadata())
+    assert read(ours, "read", [0], [0], 64)[0] == "done"
+
+
+def test_a_stopped_peer_times_out_and_nothing_lands_afterwards(start_engines: StartEngines) -> None:
+    """The drain is real: bytes of a READ that ended with a timeout never arrive, even when the peer goes on."""
+    ours, theirs, third = start_engines(
+        EngineConfig("ours", environ=TCP_ONLY, **BIG),
+        EngineConfig("theirs", environ=TCP_ONLY, **BIG),
+        EngineConfig("third", environ=TCP_ONLY, **BIG),
+    )
+    theirs.progress_in_background(), third.progress_in_background()
+    ours.connect(third.metadata())
+    third_peer = ours.connect(theirs.metadata())
+    assert third_peer
+    size = 1 << 20
+    theirs.poke(0, 8 * size, 5)
+    assert read(ours, "read", [0], [0], 64)[0] == "done"
+    ours.poke(0, 8 * size, 1)
+    theirs.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    ours.submit("read", [index * size for index in range(8)], [index * size for index in range(8)], size, 0.5)
+    state, kind, text, reported = ours.finish(10)
+    assert (state, kind, reported) == ("failed", "TransferTimeout", 1), text
+    assert 0.5 <= time.monotonic() - began < 5
+    ours.poke(0, 8 * size, 2)
+    theirs.signal(signal.SIGCONT)
+    ours.progress(1.0)
+    assert ours.peek(0, 8 * size) == b"\x02" * (8 * size)
+    ours.connect(third.metadata())
+    assert read(ours, "read", [0], [0], 64)[0] == "done", "the connector works on"
+
+
+def test_cancel_and_close_with_a_transfer_in_flight(start_engines: StartEngines) -> None:
+    ours, theirs = start_engines(
+        EngineConfig("ours", environ=TCP_ONLY, **BIG), EngineConfig("theirs", environ=TCP_ONLY, **BIG)
+    )
+    theirs.progress_in_background()
+    ours.connect(theirs.metadata())
+    assert read(ours, "read", [0], [0], 64)[0] == "done"
+    theirs.signal(signal.SIGSTOP)
+    assert ours.submit("read", [0], [0], 1 << 20, 30.0) == "pending"
+    ours.cancel_transfer()
+    assert ours.finish(10)[:2] == ("cancelled", "TransferError")
+    assert ours.submit("read", [0], [0], 1 << 20, 30.0) == "pending"
+    ours.close_connector()
+    assert ours.finish(1)[:2] == ("failed", "TransferError")
+    with pytest.raises(RuntimeError, match="ConnectorStateError: submit needs an open connector"):
+        ours.submit("read", [0], [0], 64, 1.0)
+
+
+def test_a_killed_peer_fails_and_one_of_its_name_takes_its_place(start_engines: StartEngines) -> None:
+    ours, theirs = start_engines(EngineConfig("ours"), EngineConfig("theirs", agent_name="same"))
+    theirs.progress_in_background()
+    assert ours.connect(theirs.metadata()) == "same"
+    assert read(ours, "read", [0], [0], 64)[0] == "done"
+    theirs.stop()
+    time.sleep(0.2)
+    ours.submit("read", [0], [0], 64, 2.0)
+    state, kind, _, _ = ours.finish(5)
+    assert (state, kind) in {("failed", "TransferError"), ("failed", "TransferTimeout")}
+    (again,) = start_engines(EngineConfig("theirs", agent_name="same"))
+    again.progress_in_background()
+    again.poke(0, 64, 7)
+    assert ours.connect(again.metadata()) == "same"
+    assert read(ours, "read", [0], [0], 64)[0] == "done"
+    assert ours.peek(0, 64) == b"\x07" * 64
