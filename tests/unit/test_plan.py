@@ -266,6 +266,25 @@ def test_descriptors_are_coalesced(source: Side, destination: Side, descriptors:
     assert set(runs.array["length"].tolist()) == {length}
 
 
+@pytest.mark.parametrize("other", ["BLHNC", "LBHNC"])
+def test_a_run_never_leaves_its_segment(other: str) -> None:
+    """With a capacity of one block the layers' segments touch, and each may be a mapping of its own."""
+    full = geometry_of(KVCacheLayout.LBHNC, side("LBHNC", []).geometry.groups, 1)
+    assert full.capacity_blocks == 1
+    single = Side(full, HeadRange(0, 2, 2), [0])
+    for case in (Case(single, side(other, [3]), 0, 4), Case(side(other, [3]), single, 0, 4)):
+        assert check(case).num_descriptors == 3
+
+
+def test_offsets_too_large_to_sort_with_their_index() -> None:
+    group = side("LBHNC", []).group
+    far = replace(group, block_stride_bytes=2**58)
+    blocks = [7, 2, 0, 5, 1, 6, 4, 3]
+    runs = plan_groups(group, far, blocks, blocks, num_tokens=32, destination_num_blocks=8)
+    assert runs.array["destination"].tolist() == [block * 2**58 for block in range(8)]
+    assert runs.array["source"].tolist() == [block * group.block_stride_bytes for block in range(8)]
+
+
 def test_layers_become_the_stride_of_a_run() -> None:
     runs = check(Case(side("LBHNC", [4, 9, 6]), side("LBHNC", [1, 5, 3]), 0, 12))
     assert len(runs) == 3
