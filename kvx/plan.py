@@ -251,13 +251,11 @@ def _pieces(
     if ids.min() < 0:
         wanted = ids >= 0
         starts, tokens, ids = starts[wanted], tokens[wanted], ids[wanted]
-    return np.stack(
-        [
-            source.token_offsets(_source_ids(source, source_ids, starts), starts),
-            destination.token_offsets(ids, starts),
-            tokens,
-        ]
-    )
+    pieces = np.empty((3, len(starts)), np.int64)
+    pieces[0] = source.token_offsets(_source_ids(source, source_ids, starts), starts)
+    pieces[1] = destination.token_offsets(ids, starts)
+    pieces[2] = tokens
+    return pieces
 
 
 def _starts(source_step: int, destination_step: int, first: int, end: int) -> Ints:
@@ -273,7 +271,7 @@ def _starts(source_step: int, destination_step: int, first: int, end: int) -> In
 def _source_ids(source: GroupGeometry, ids: Ints, starts: Ints) -> Ints:
     """The source's block of each stretch; PeerMismatch when it has none."""
     positions = starts // source.block_size_tokens
-    known = ids[positions[positions < len(ids)]]
+    known = ids[positions[: np.searchsorted(positions, len(ids))]]
     if len(known) < len(positions) or (len(known) and known.min() < 0):
         absent = int(np.append(known < 0, True).argmax())
         raise PeerMismatch("blocks", f"token {starts[absent]} wanted", f"no block at position {positions[absent]}")
@@ -310,8 +308,9 @@ def _rows(pieces: Ints, axes: _Axes, source: GroupGeometry, destination: GroupGe
         length, rest = _contiguous(source.content_bytes, [axis for axis in inner if axis.steps > 1])
         chosen = pieces[:2, pieces[2] == tokens] if (pieces[2] != tokens).any() else pieces[:2]
         offsets = _spread(chosen, axes.inner_offsets, *map(_Axis.offsets, rest))
-        parts.append(np.concatenate([offsets, np.full((1, offsets.shape[1]), length)]))
-    return np.concatenate(parts, axis=1) if parts else pieces
+        parts.append(np.empty((3, offsets.shape[1]), np.int64))
+        parts[-1][:2], parts[-1][2] = offsets, length
+    return parts[0] if len(parts) == 1 else np.concatenate([pieces[:, :0], *parts], axis=1)
 
 
 def _spread(offsets: Ints, *axes: Ints) -> Ints:
