@@ -48,6 +48,20 @@ class HandoffSettings:
         Injector(self.inject)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pull:
+    """What the engine asks for. `blocks`: per layer group, by position; -1 where nothing is wanted."""
+
+    request_id: str
+    remote_request_id: str
+    remote_engine_id: str
+    host: str
+    port: int
+    blocks: Sequence[Sequence[int]]
+    first_token: int
+    num_tokens: int
+
+
 @dataclass(frozen=True)
 class HandoffEvents:
     """Request ids, each once. `released` and `expired`: the owner may free the blocks. `failed`: with the cause."""
@@ -166,6 +180,18 @@ class EngineSide:
             ]
 
         return self._digester.submit(take)
+
+    def count_blocks(self, spec: Pull) -> int:
+        """Our blocks that a pull fills."""
+        return sum(
+            block >= 0
+            for group, blocks in zip(self.groups, spec.blocks, strict=True)
+            for block in blocks[
+                spec.first_token // group.block_size_tokens : -(
+                    -(spec.first_token + spec.num_tokens) // group.block_size_tokens
+                )
+            ]
+        )
 
     def fail(self, request_id: str, cause: str) -> None:
         self.outbox.put(failed={request_id: cause})

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import zmq
 
 from kvx import inject
 from kvx.connector import Connector, ConnectorState
-from kvx.engine_side import EngineSide, HandoffEvents, HandoffSettings
+from kvx.engine_side import EngineSide, HandoffEvents, HandoffSettings, Pull
 from kvx.errors import ConnectorStateError, KVXError, LayoutError
 from kvx.geometry import GroupGeometry
 from kvx.handshake import (
@@ -39,7 +40,7 @@ from kvx.handshake import (
 )
 from kvx.holds import Hold, HoldTable, stale_covered
 from kvx.peer import EngineInfo
-from kvx.pulls import Pull, Puller
+from kvx.pulls import Puller
 from kvx.sidechannel import Link, Server, reason_of
 
 __all__ = ["EngineInfo", "HandoffEvents", "HandoffSettings", "HandoffWorker", "Pull"]
@@ -51,6 +52,7 @@ FASTEST_POLL_S = 50e-6
 SLOWEST_POLL_S = 1e-3
 # A connection is set up with the peer's first transfer: after a HELLO we progress the library for it.
 SETUP_S = 1.0
+SETUP_POLL_S = 200e-6
 
 
 class HandoffWorker:
@@ -104,9 +106,7 @@ class HandoffWorker:
         self._update(groups, views, num_blocks, generation, layout)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._server = Server(
-                self._context, self._settings.side_channel_host, self._settings.side_channel_port
-            )
+            self._server = Server(self._context, self._settings.side_channel_host, self._settings.side_channel_port)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -133,8 +133,9 @@ class HandoffWorker:
         hold = Hold(request_id, kept, num_tokens, expires)
         if self._side.verifies:
             hold.digests = self._side.take_digests(kept, 0, num_tokens)
-            hold.digests.add_done_callback(lambda _: self._post(lambda: self._on_hold_digests(hold)))
         self._post(lambda: self._add_hold(hold))
+        if hold.digests is not None:  # after the note above, so that it is also seen after it
+            hold.digests.add_done_callback(lambda _: self._post(lambda: self._on_hold_digests(hold)))
 
     def drop(self, request_id: str) -> None:
         """Abort a hold; it is reported as released when no reader is at it any more."""
@@ -226,13 +227,11 @@ class HandoffWorker:
             self._guarded(self._notes.popleft())
         if self._server.socket in ready:
             for sender, request in self._server.requests():
-                self._guarded(lambda sender=sender, request=request: self._answer(sender, request))  # type: ignore[misc]
+                self._guarded(partial(self._answer, sender, request))
         for link in self._puller.links:
-            if link.socket in ready:
-                self._guarded(lambda link=link: self._read_link(link))  # type: ignore[misc]
-            if link.monitor in ready and link.is_lost():
-                self._puller.on_link_lost(link)
-        self._poll_connectors()
+            if link.socket in ready or link.monitor in ready:
+                self._guarded(partial(self._read_link, link))
+        self._guarded(self._poll_connectors)
         now = time.monotonic()
         self._puller.tick(now)
         self._expire(now)
@@ -242,7 +241,7 @@ class HandoffWorker:
         now = time.monotonic()
         if self._puller.is_moving or self._table.is_being_read or now < self._setup_until:
             time.sleep(self._poll_s)
-            self._poll_s = min(self._poll_s * 1.5, SLOWEST_POLL_S)
+            self._poll_s = min(self._poll_s * 1.5, SETUP_POLL_S if now < self._setup_until else SLOWEST_POLL_S)
             return 0
         self._poll_s = FASTEST_POLL_S
         moments = [self._puller.next_time(), self._table.next_time(), *(until for _, until in self._stale)]
@@ -256,6 +255,9 @@ class HandoffWorker:
         except RefusedMessage as error:
             self._side.metrics.messages_refused += 1
             logger.warning("unreadable reply from engine %s:%s: %s", link.host, link.port, error)
+            self._puller.on_link_lost(link)
+            return
+        if link.is_lost():
             self._puller.on_link_lost(link)
 
     def _poll_connectors(self) -> None:
@@ -374,4 +376,3 @@ class HandoffWorker:
         self._poller.unregister(link.socket)
         self._poller.unregister(link.monitor)
         link.close()
-

@@ -61,7 +61,7 @@ class HoldTable:
 
     @property
     def num_held(self) -> int:
-        return sum(not hold.is_freed for hold in self.holds.values())
+        return sum(not hold.is_freed for hold in list(self.holds.values()))  # also read by other threads
 
     @property
     def is_being_read(self) -> bool:
@@ -97,9 +97,7 @@ class HoldTable:
     def release(self, request_id: str, reader: str) -> bool:
         """The reader is done or gave up; True when a hold ended by it. A claim still parked is forgotten."""
         self._parked = [
-            parked
-            for parked in self._parked
-            if (parked.claim.request_id, parked.claim.reader) != (request_id, reader)
+            parked for parked in self._parked if (parked.claim.request_id, parked.claim.reader) != (request_id, reader)
         ]
         hold = self.holds.get(request_id)
         if hold is None or hold.reader not in (None, reader):
@@ -137,6 +135,8 @@ class HoldTable:
         hold = self.holds.get(ask.request_id)
         if hold is None or hold.digests is None or not hold.digests.done():
             raise HandshakeError(f"no digests of request {ask.request_id} are kept here")
+        if hold.digests.cancelled() or hold.digests.exception() is not None:
+            raise HandshakeError(f"the digests of request {ask.request_id} could not be taken")
         groups = hold.digests.result()
         if ask.group >= len(groups):
             raise HandshakeError(f"request {ask.request_id} has {len(groups)} layer groups, asked for {ask.group}")

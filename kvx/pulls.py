@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from kvx.connector import Connector, ConnectorState, Op, Transfer, TransferState
-from kvx.digest import DIGEST_BYTES, GroupDigests, first_difference
-from kvx.engine_side import EngineSide
-from kvx.geometry import GroupGeometry
+from kvx.digest import GroupDigests
+from kvx.digest_check import DigestCheck
+from kvx.engine_side import EngineSide, Pull
 from kvx.errors import (
     ConnectorError,
     HandshakeError,
@@ -35,7 +36,6 @@ from kvx.errors import (
     VerificationError,
 )
 from kvx.handshake import (
-    DIGEST_PAGE_BYTES,
     Claim,
     Claimed,
     DigestPage,
@@ -54,19 +54,8 @@ from kvx.sidechannel import Link
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Pull:
-    """What the engine asks for. `blocks`: per layer group, by position; -1 where nothing is wanted."""
-
-    request_id: str
-    remote_request_id: str
-    remote_engine_id: str
-    host: str
-    port: int
-    blocks: Sequence[Sequence[int]]
-    first_token: int
-    num_tokens: int
+# The most that one transfer moves: tens of milliseconds where the library copies inside the call.
+MOVE_BYTES = 64 << 20
 
 
 class Phase(StrEnum):
@@ -104,9 +93,7 @@ class ActivePull:
     transfers: list[Transfer] = field(default_factory=list)
     cause: KVXError | None = None
     moved: Runs = field(default_factory=Runs.empty)
-    pages: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    num_pages: int = 0
-    own_digests: list[GroupDigests] | None = None
+    pieces: list[Runs] = field(default_factory=list)
     spans_s: dict[str, float] = field(default_factory=dict)
     span_started: float = 0.0
 
@@ -299,13 +286,18 @@ class Puller:
         if not len(pull.moved):
             self._moved(pull)
             return
+        pull.pieces = _in_pieces(pull.moved)
+        self._submit_next(pull)
+
+    def _submit_next(self, pull: ActivePull) -> None:
+        """One piece at a time: the library may copy inside the call, and the side channel waits meanwhile."""
         owner = pull.owner
-        assert owner.connector is not None
-        assert owner.peer is not None
+        if owner.connector is None or owner.peer is None:
+            raise HandshakeError("the owner is gone before everything was read")
         if owner.connector.state is not ConnectorState.OPEN:
             raise ConnectorError(f"connector {owner.connector.name} is closed while the cache changes; ask again")
-        deadline_s = min(self._side.settings.transfer_deadline_s, pull.kept_until - time.monotonic())
-        transfer = owner.connector.submit(Op.READ, owner.peer, pull.moved, deadline_s=deadline_s)
+        deadline_s = min(self._side.settings.transfer_deadline_s, max(0.0, pull.kept_until - time.monotonic()))
+        transfer = owner.connector.submit(Op.READ, owner.peer, pull.pieces.pop(0), deadline_s=deadline_s)
         pull.transfers.append(transfer)
         self._by_transfer[transfer] = pull
         self._side.metrics.descriptors += transfer.num_descriptors
@@ -332,9 +324,12 @@ class Puller:
         )
 
     def _moved(self, pull: ActivePull) -> None:
-        """Every transfer is terminal."""
+        """No transfer is in flight."""
         if pull.cause is not None:
             self._end_failed(pull)
+            return
+        if pull.pieces:
+            self._submit_next(pull)
             return
         now = time.monotonic()
         self._span(pull, "move", now)
@@ -348,89 +343,49 @@ class Puller:
     # CHECK
 
     def _check(self, pull: ActivePull, now: float) -> None:
-        self._side.injected_flip(pull.spec.blocks, pull.spec.first_token, pull.spec.num_tokens)
-        pull.phase, pull.deadline = Phase.CHECK, now + self._side.settings.transfer_deadline_s
-        theirs = pull.owner.descriptor
+        spec, theirs = pull.spec, pull.owner.descriptor
         if theirs is None:
             raise HandshakeError("the owner is gone before its digests were asked for")
-        asks = [ask for index in range(len(self._side.groups)) for ask in self._digest_asks(pull, index, theirs)]
-        pull.num_pages = len(asks)
-        for ask in asks:
-            self._ask_digests(pull, ask)
-        future = self._side.take_digests(pull.spec.blocks, pull.spec.first_token, pull.spec.num_tokens)
-        future.add_done_callback(
-            lambda done: self._side.post(
-                lambda: self._guard(pull, lambda pull: self._on_own_digests(pull, done))
-            )
+        self._side.injected_flip(spec.blocks, spec.first_token, spec.num_tokens)
+        pull.phase, pull.deadline = Phase.CHECK, now + self._side.settings.transfer_deadline_s
+        check = DigestCheck(
+            spec.remote_request_id, spec.blocks, spec.first_token, spec.num_tokens, self._side.groups, theirs.groups
         )
+        for ask in check.asks:
+            pull.owner.link.ask(ask, partial(self._on_page, pull, check, ask))
+        future = self._side.take_digests(spec.blocks, spec.first_token, spec.num_tokens)
+        future.add_done_callback(lambda done: self._side.post(partial(self._on_own_digests, pull, check, done)))
 
-    def _digest_asks(self, pull: ActivePull, index: int, theirs: PeerDescriptor) -> list[Digests]:
-        """Pages of digests for the tokens that were wanted, of the heads that both sides hold."""
-        ours, owner_group = self._side.groups[index], theirs.groups[index]
-        head = max(ours.heads.start, owner_group.heads.start)
-        num_heads = min(ours.heads.end, owner_group.heads.end) - head
-        if num_heads < 1:
-            return []
-        page = max(1, DIGEST_PAGE_BYTES // (num_heads * DIGEST_BYTES))
-        return [
-            Digests(
-                sequence=0,
-                request_id=pull.spec.remote_request_id,
-                group=index,
-                first_token=start,
-                num_tokens=min(page, end - start),
-                head_start=head - owner_group.heads.start,
-                head_count=num_heads,
-            )
-            for first, end in _wanted_ranges(pull.spec, index, ours)
-            for start in range(first, end, page)
-        ]
+    def _on_page(self, pull: ActivePull, check: DigestCheck, ask: Digests, reply: Reply) -> None:
+        def add(pull: ActivePull) -> None:
+            check.add_page(ask, _expect(reply, DigestPage).digests)
+            self._conclude(pull, check)
 
-    def _ask_digests(self, pull: ActivePull, ask: Digests) -> None:
-        key = (ask.group, ask.first_token)
+        self._guard(pull, add)
 
-        def on_page(pull: ActivePull, reply: Reply) -> None:
-            pull.pages[key] = _expect(reply, DigestPage).digests
-            self._compare(pull)
+    def _on_own_digests(self, pull: ActivePull, check: DigestCheck, done: Future[list[GroupDigests]]) -> None:
+        def add(pull: ActivePull) -> None:
+            check.add_own(done.result())
+            self._conclude(pull, check)
 
-        pull.owner.link.ask(ask, lambda reply: self._guard(pull, lambda pull: on_page(pull, reply)))
+        self._guard(pull, add)
 
-    def _on_own_digests(self, pull: ActivePull, done: Future[list[GroupDigests]]) -> None:
-        pull.own_digests = done.result()
-        self._compare(pull)
-
-    def _compare(self, pull: ActivePull) -> None:
-        if pull.cause is not None or pull.own_digests is None or len(pull.pages) < pull.num_pages:
+    def _conclude(self, pull: ActivePull, check: DigestCheck) -> None:
+        if not check.is_complete:
             return
-        theirs = pull.owner.descriptor
-        if theirs is None:
-            raise HandshakeError("the owner is gone before the digests were compared")
-        wrong: tuple[str, int] | None = None
-        for (index, first_token), page in sorted(pull.pages.items()):
-            ours, owner_group = self._side.groups[index], theirs.groups[index]
-            head = max(ours.heads.start, owner_group.heads.start) - ours.heads.start
-            num_heads = min(ours.heads.end, owner_group.heads.end) - ours.heads.start - head
-            got = np.frombuffer(page, dtype=np.uint8)
-            if not num_heads or got.size % (num_heads * DIGEST_BYTES):
-                raise HandshakeError(f"a page of digests has {got.size} bytes, which fits no number of tokens")
-            got = got.reshape(num_heads, -1, DIGEST_BYTES)
-            start = first_token - pull.spec.first_token
-            own = pull.own_digests[index].values[head : head + num_heads, start : start + got.shape[1]]
-            if own.shape != got.shape:
-                raise HandshakeError(f"a page of digests has shape {got.shape}, {own.shape} was asked for")
-            self._side.metrics.digests_checked += own.shape[0] * own.shape[1]
-            difference = first_difference(own, got)
-            if difference is not None:
-                self._side.metrics.digests_mismatched += difference[0]
-                wrong = wrong or (ours.name, first_token + difference[1])
+        finding = check.finding()
         self._span(pull, "check")
-        if wrong is None:
+        metrics = self._side.metrics
+        metrics.digests_checked += finding.checked
+        metrics.digests_mismatched += finding.mismatched
+        if finding.first is None:
             self._end_received(pull)
             return
-        self._side.metrics.mismatch(pull.spec.remote_request_id, *wrong)
+        group, position = finding.first
+        metrics.mismatch(pull.spec.remote_request_id, group, position)
         raise VerificationError(
-            f"digests of request {pull.spec.remote_request_id} differ in layer group {wrong[0]}, "
-            f"first at position {wrong[1]}"
+            f"digests of request {pull.spec.remote_request_id} differ in layer group {group}, first at position "
+            f"{position}"
         )
 
     # The end
@@ -469,11 +424,7 @@ class Puller:
         metrics.received += 1
         metrics.transfers += 1
         metrics.bytes += pull.moved.total_bytes
-        metrics.blocks += sum(
-            block >= 0
-            for index, blocks in enumerate(pull.spec.blocks)
-            for block in _wanted_blocks(pull.spec, blocks, self._side.groups[index].block_size_tokens)
-        )
+        metrics.blocks += self._side.count_blocks(pull.spec)
         metrics.durations_s.append(time.monotonic() - pull.started)
         metrics.spans_s.append(pull.spans_s)
         self._side.receive(pull.spec.request_id)
@@ -502,22 +453,9 @@ def _expect(reply: Reply, kind: type[T]) -> T:
     raise HandshakeError(f"the owner refused: {reason}")
 
 
-def _wanted_blocks(spec: Pull, blocks: Sequence[int], block_size_tokens: int) -> Sequence[int]:
-    first = spec.first_token // block_size_tokens
-    return blocks[first : -(-(spec.first_token + spec.num_tokens) // block_size_tokens)]
-
-
-def _wanted_ranges(spec: Pull, index: int, group: GroupGeometry) -> list[tuple[int, int]]:
-    """[first, end) token ranges whose destination blocks are wanted, adjacent ones joined."""
-    ranges: list[tuple[int, int]] = []
-    size, end = group.block_size_tokens, group.covered_tokens(spec.first_token + spec.num_tokens)
-    for position, block in enumerate(spec.blocks[index]):
-        start = max(spec.first_token, position * size)
-        stop = min(end, (position + 1) * size)
-        if block < 0 or start >= stop:
-            continue
-        if ranges and ranges[-1][1] == start:
-            ranges[-1] = (ranges[-1][0], stop)
-        else:
-            ranges.append((start, stop))
-    return ranges
+def _in_pieces(runs: Runs) -> list[Runs]:
+    """The runs in order, cut between runs into pieces of about MOVE_BYTES."""
+    sizes = runs.array["length"] * runs.array["count"]
+    piece = (np.cumsum(sizes) - sizes) // MOVE_BYTES
+    cuts = np.flatnonzero(np.diff(piece)) + 1
+    return [Runs(part) for part in np.split(runs.array, cuts)]

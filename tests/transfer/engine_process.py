@@ -276,13 +276,13 @@ def _serve(config: EngineConfig, pipe: Any) -> None:
             name, args, kwargs = pipe.recv()
             try:
                 pipe.send((True, getattr(engine, name)(*args, **kwargs)))
-            except Exception:
+            except Exception:  # noqa: BLE001  the parent raises it
                 pipe.send((False, traceback.format_exc()))
             if name == "close":
                 return
     except EOFError:
         pass
-    except Exception:
+    except Exception:  # noqa: BLE001  as above
         pipe.send((False, traceback.format_exc()))
 
 

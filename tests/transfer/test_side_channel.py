@@ -127,12 +127,12 @@ def test_a_port_in_use_or_a_foreign_host_is_one_clear_sentence(start_engines: St
         port = taken.getsockname()[1]
         with pytest.raises(RuntimeError, match=f"ConnectorError: side channel port {port} on 127.0.0.1 is in use"):
             start_engines(EngineConfig("prefill", settings={"side_channel_port": port}))
-    with pytest.raises(RuntimeError, match="ConnectorError: the side channel cannot listen on 203.0.113.1:0"):
+    with pytest.raises(RuntimeError, match=r"ConnectorError: the side channel cannot listen on 203\.0\.113\.1:0"):
         start_engines(EngineConfig("prefill", settings={"side_channel_host": "203.0.113.1"}))
 
 
 def test_status_of_nobody_is_an_error() -> None:
-    with pytest.raises(HandshakeError, match="no status from the side channel of 127.0.0.1:9 within 0.2 s"):
+    with pytest.raises(HandshakeError, match=r"no status from the side channel of 127\.0\.0\.1:9 within 0\.2 s"):
         request_status("127.0.0.1", 9, timeout_s=0.2)
 
 
