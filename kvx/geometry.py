@@ -161,6 +161,11 @@ class GroupGeometry:
                 f"layer group {self.name!r}: kernel blocks of {self.kernel_block_size_tokens} tokens do not divide a "
                 f"block of {self.block_size_tokens}, or {self.content_bytes} bytes are no whole {self.dtype} elements"
             )
+        if self.page_format is not None and self.token_stride_bytes != self.content_bytes:
+            raise LayoutError(
+                f"pages of layer group {self.name!r} are packed as {self.page_format!r}, which needs each head's part "
+                f"of a page in one run: {self.content_bytes} bytes a token, found {self.token_stride_bytes}; use LBHNC"
+            )
         if self._inner_bytes() > self.block_stride_bytes:
             raise LayoutError(
                 f"a block of layer group {self.name!r} takes {self._inner_bytes()} bytes, "

@@ -126,6 +126,7 @@ def small_geometry() -> CacheGeometry:
         ({"content_bytes": 31}, "no whole bfloat16 elements"),
         ({"dtype": "bfloat17"}, "unknown cache dtype"),
         ({"sliding_window_tokens": 0}, "sliding_window_tokens of layer group 'g' is 0"),
+        ({"page_format": "halves", "token_stride_bytes": 64, "head_stride_bytes": 32}, "packed as 'halves'.*use LBHNC"),
     ],
 )
 def test_a_bad_geometry_is_refused(change: dict[str, Any], message: str) -> None:
@@ -145,6 +146,7 @@ def test_a_bad_geometry_is_refused(change: dict[str, Any], message: str) -> None
         ({"block_size_tokens": "4"}, "block_size_tokens from a peer must be int"),
         ({"head_stride_bytes": None}, "head_stride_bytes from a peer must be int"),
         ({"sliding_window_tokens": "9"}, "sliding_window_tokens from a peer must be int"),
+        ({"page_format": 1}, "page_format from a peer must be str"),
         ({"heads": [2, 2, 8]}, "HeadRange from a peer must have exactly the fields"),
         ({"heads": {"start": 0, "count": 1}}, "HeadRange from a peer must have exactly the fields"),
         ({"heads": {"start": 0, "count": 1.0, "total": 1}}, "count from a peer must be int"),
@@ -166,8 +168,8 @@ def test_a_missing_field_and_no_dict_at_all_are_refused() -> None:
     for wire in (None, [], {1: 2}):
         with pytest.raises(LayoutError, match="exactly the fields"):
             GroupGeometry.from_wire(wire)
-    window = replace(GROUP, sliding_window_tokens=512)
-    assert GroupGeometry.from_wire(window.to_wire()) == window
+    full = replace(GROUP, sliding_window_tokens=512, page_format="halves")
+    assert GroupGeometry.from_wire(full.to_wire()) == full
 
 
 def runs_of(*rows: tuple[int, int, int, int, int, int]) -> Runs:

@@ -336,6 +336,7 @@ def plan_groups(source: GroupGeometry, destination: GroupGeometry, ours: Any, th
         ("content_bytes", {"content_bytes": 8}),
         ("heads.total", {"heads": HeadRange(0, 2, 4)}),
         ("sliding_window_tokens", {"sliding_window_tokens": 64}),
+        ("page_format", {"page_format": "halves"}),
     ],
 )
 def test_a_mismatch_names_the_field(field: str, change: dict[str, Any]) -> None:
@@ -379,6 +380,28 @@ def test_what_is_not_wanted_need_not_exist() -> None:
     assert len(plan_groups(group, group, [0, 1], [0, 1], num_tokens=0)) == 0
     assert plan_groups(group, group, [-1, 1, -1], [-1, 3]).num_descriptors == 3
     assert plan_groups(group, group, [5, 5], [0, 1]).num_descriptors == 6  # the same bytes may be read twice
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_packed_pages_are_copied_whole(layout: str) -> None:
+    """Where a kernel packs a page in an order of its own, a token of it has no bytes: the block goes as a whole."""
+    source, destination = side("LBHNC", [4, 6]), side(layout, [1, 3])
+    packed = [replace(each.group, page_format="halves") for each in (source, destination)]
+    whole = Case(source, destination, 0, 8).plan().expand()
+    for first, tokens in [(0, 5), (0, 8)]:
+        found = plan_groups(*packed, [4, 6], [1, 3], first_token=first, num_tokens=tokens).expand()
+        np.testing.assert_array_equal(found, whole)
+    one = plan_groups(*packed, [4, 6], [1, 3], first_token=4, num_tokens=1)
+    assert one.total_bytes == 3 * 8 * CONTENT
+    with pytest.raises(LayoutError, match="cannot copy from token 5: pages packed as 'halves' are copied whole"):
+        plan_groups(*packed, [4, 6], [1, 3], first_token=5, num_tokens=1)
+    for field, other in [
+        ("block_size_tokens", side("LBHNC", [], tokens=8, kernel_block_size_tokens=4)),
+        ("kernel_block_size_tokens", side("LBHNC", [], kernel_block_size_tokens=2)),
+    ]:
+        with pytest.raises(PeerMismatch, match="pages packed as halves cannot be split") as caught:
+            plan_groups(replace(other.group, page_format="halves"), packed[1], [0, 1], [0, 1])
+        assert caught.value.field == field
 
 
 def test_a_peer_whose_offsets_leave_64_bits_is_refused() -> None:
