@@ -105,19 +105,20 @@ def _pages(
             head_start=head - theirs.heads.start,
             head_count=num_heads,
         )
-        for first, end in wanted_ranges(blocks, ours.block_size_tokens, first_token, num_tokens)
+        for first, end in wanted_ranges(blocks, ours, first_token, num_tokens)
         for start in range(first, end, page_tokens)
     ]
 
 
 def wanted_ranges(
-    blocks: Sequence[int], block_size_tokens: int, first_token: int, num_tokens: int
+    blocks: Sequence[int], group: GroupGeometry, first_token: int, num_tokens: int
 ) -> list[tuple[int, int]]:
-    """[first, end) token ranges whose blocks are not negative, adjacent ones joined."""
+    """[first, end) token ranges whose blocks are not negative, adjacent ones joined; whole blocks of packed pages."""
     ranges: list[tuple[int, int]] = []
+    size, end = group.block_size_tokens, group.covered_tokens(first_token + num_tokens)
     for position, block in enumerate(blocks):
-        start = max(first_token, position * block_size_tokens)
-        stop = min(first_token + num_tokens, (position + 1) * block_size_tokens)
+        start = max(first_token, position * size)
+        stop = min(end, (position + 1) * size)
         if block < 0 or start >= stop:
             continue
         if ranges and ranges[-1][1] == start:
