@@ -18,7 +18,7 @@ from kvx.layout import KVCacheLayout, require_block_compact
 from kvx.registry import connector_class
 from kvx.servers import require_known_vllm
 from kvx.verify.bench import BenchSettings, bench_pd
-from kvx.verify.engines import RunSettings
+from kvx.verify.engines import RunSettings, require_ports
 from kvx.verify.model import default_model, require_model_folder
 from kvx.verify.questions import load_problems, own_problems, own_shots
 from kvx.verify.runner import VerifySettings, verify
@@ -43,7 +43,7 @@ MaxModelLen = Annotated[int, typer.Option(min=2, help="Tokens of the longest req
 KVSpace = Annotated[int, typer.Option(min=0, help="GiB that each engine may plan with on CPU; 0: leave it to vLLM.")]
 ExplicitSize = Annotated[int | None, typer.Option(min=1, help="Blocks per engine, instead of measuring.")]
 Layout = Annotated[str | None, typer.Option(help="KV cache layout; by default vLLM decides.")]
-FirstPort = Annotated[int, typer.Option(min=0, max=65535, help="First of five ports; 0: free ones are chosen.")]
+FirstPort = Annotated[int, typer.Option(min=0, max=65535, help="First of four ports; 0: free ones are chosen.")]
 Logs = Annotated[Path | None, typer.Option(help="Folder for the engines' logs.")]
 
 
@@ -110,7 +110,9 @@ def bench_pd_command(
     requests: Annotated[int, typer.Option(min=1, help="Requests to each pair in one alternation.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 384,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 16,
-    json_file: Annotated[Path | None, typer.Option("--json", "--report", help="Write the whole result there, as JSON.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", "--report", help="Write the whole result there, as JSON.")
+    ] = None,
     model: Model = None,
     dtype: Dtype = "float32",
     block_size: BlockSize = 128,
@@ -158,12 +160,14 @@ def _run_settings(
     """Check everything that can be checked before the first engine starts."""
     require_known_vllm()
     names = tuple(name.strip() for name in connector.split(",") if name.strip())
+    if not names:
+        raise typer.BadParameter("at least one name is needed, for example nixl", param_hint="--connector")
     for name in names:
         connector_class(name)
     wanted = layout or os.environ.get("VLLM_KV_CACHE_LAYOUT")
     if wanted:
         require_block_compact(KVCacheLayout.parse(wanted))
-    return RunSettings(
+    run = RunSettings(
         model=require_model_folder(model.resolve()) if model is not None else default_model(),
         connectors=names,
         dtype=dtype,
@@ -174,6 +178,8 @@ def _run_settings(
         layout=layout,
         first_port=first_port,
     )
+    require_ports(run)
+    return run
 
 
 def _require_writable(path: Path) -> None:

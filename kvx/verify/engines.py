@@ -46,6 +46,11 @@ class Pair:
         return self.prefill, self.decode
 
 
+def require_ports(run: RunSettings) -> None:
+    """Trigger of EngineError: one of the ports that the run was told to use is taken."""
+    _ports(run, 4)
+
+
 def baseline(run: RunSettings) -> EngineSettings:
     """One stock server without any plug-in, on as many cores as each engine of a pair has."""
     return replace(
@@ -58,6 +63,7 @@ def baseline(run: RunSettings) -> EngineSettings:
 def kvx_pair(run: RunSettings, *, digests: bool, environment: dict[str, str] | None = None) -> Pair:
     """A prefill/decode pair with the plug-in and the bridge; `digests` of everything that is moved, or of nothing."""
     ports = _ports(run, 4)
+    shared = {"VLLM_PLUGINS": "kvx", "KVX_HOST_ENGINES": "2", **_layout_environment(run), **(environment or {})}
     engines = []
     for role, port, side_port, cores in zip((PREFILL, DECODE), ports[:2], ports[2:], share_cores(2), strict=True):
         extra: dict[str, Any] = {"connectors": list(run.connectors), "side_channel_host": HOST}
@@ -65,9 +71,8 @@ def kvx_pair(run: RunSettings, *, digests: bool, environment: dict[str, str] | N
         if run.inject is not None:
             extra["inject"] = run.inject
         transfer = _transfer("KvxConnector", role, extra) | {"kv_connector_module_path": "kvx.vllm.bridge"}
-        variables = {**_layout_environment(run), "VLLM_PLUGINS": "kvx", **(environment or {})}
         engine = _engine(run, role, port)
-        engines.append(replace(engine, cores=cores, kv_transfer=transfer, environment=variables))
+        engines.append(replace(engine, cores=cores, kv_transfer=transfer, environment=shared))
     return Pair(engines[0], engines[1], ports[2], ports[3])
 
 

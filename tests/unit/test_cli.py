@@ -1,0 +1,134 @@
+"""Bad input to the command: one clear sentence, a non-zero status, and no engine is ever started."""
+
+import re
+import socket
+import sys
+
+import pytest
+
+from kvx.cli import app, main
+
+
+@pytest.fixture(autouse=True)
+def no_engines(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text("weights")
+    return folder
+
+
+@pytest.fixture
+def kvx(monkeypatch, capfd):
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["kvx", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        said = capfd.readouterr()
+        return ended.value.code, " ".join(re.sub(r"[│╭╮╰╯─]", " ", said.out + said.err).split())
+
+    return call
+
+
+def test_version(kvx):
+    assert kvx("--version") == (0, "kvx 0.1.0")
+
+
+def require_sentence(result, *parts):
+    code, said = result
+    assert code == 1
+    assert "Traceback" not in said
+    assert said.startswith("kvx: ")
+    for part in parts:
+        assert part in said
+
+
+def test_unknown_connector_names_the_known_ones(kvx, model):
+    require_sentence(kvx("verify", "--model", model, "--connector", "nixl,carrier-pigeon"), "carrier-pigeon", "nixl")
+
+
+def test_no_connector_at_all_is_refused(kvx, model):
+    code, said = kvx("verify", "--model", model, "--connector", " , ")
+    assert code == 2
+    assert "at least one name" in said
+
+
+def test_connector_that_is_not_installed_says_which_extra(kvx, model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    monkeypatch.delitem(sys.modules, "kvx_connectors.nixl", raising=False)
+    require_sentence(kvx("verify", "--model", model), "pip install 'kvx[nixl]'")
+
+
+@pytest.mark.parametrize("by", ["option", "environment"])
+def test_unknown_layout_names_the_known_ones(kvx, model, monkeypatch, by):
+    if by == "environment":
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHDX")
+    options = ("--layout", "NHDX") if by == "option" else ()
+    require_sentence(kvx("verify", "--model", model, *options), "NHDX", "LBHNC", "NHD")
+
+
+def test_layout_without_compact_blocks_is_refused(kvx, model):
+    require_sentence(kvx("verify", "--model", model, "--layout", "LHBNC"), "LHBNC", "LBNHC")
+
+
+def test_missing_and_malformed_datasets(kvx, tmp_path, model):
+    require_sentence(kvx("verify", "--dataset", tmp_path / "no.jsonl"), "no.jsonl", "No such file")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"question": "q", "answer": "#### 1"}\n{"question": "q"}\n')
+    require_sentence(kvx("verify", "--dataset", bad), "line 2 of", "'answer'")
+    require_sentence(kvx("verify", "--few-shot", bad), "line 2 of")
+
+
+def test_model_folder_without_weights(kvx, tmp_path, model):
+    (model / "model.safetensors").unlink()
+    require_sentence(kvx("verify", "--model", model), "no weights")
+    (model / "config.json").unlink()
+    require_sentence(kvx("verify", "--model", model), "no config.json")
+    require_sentence(kvx("bench", "pd", "--model", tmp_path / "gone"), "no model folder")
+
+
+def test_port_in_use(kvx, model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        require_sentence(kvx("verify", "--model", model, "--first-port", port), f"port {port}", "cannot be used")
+
+
+def test_unknown_vllm(kvx, model, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "0.40.1")
+    require_sentence(kvx("verify", "--model", model), "0.40.1", "0.32, 0.33")
+
+
+def test_unwritable_report_is_known_before_the_run(kvx, model, tmp_path):
+    (tmp_path / "file").write_text("")
+    require_sentence(kvx("verify", "--model", model, "--report", tmp_path / "file" / "r.json"), "cannot be written")
+
+
+def test_unknown_injection_and_impossible_lengths_are_usage_errors(kvx, model):
+    code, said = kvx("verify", "--inject", "gremlin")
+    assert code == 2
+    assert "flip-byte" in said
+    code, said = kvx("bench", "pd", "--prompt-tokens", "4000")
+    assert code == 2
+    assert "--max-model-len" in said
+
+
+def test_missing_extra_says_what_to_install(kvx, monkeypatch):
+    monkeypatch.delitem(sys.modules, app.__name__)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    for name in [name for name in sys.modules if name.startswith(("rich.", "kvx.cli.show"))]:
+        monkeypatch.delitem(sys.modules, name)
+    code, said = kvx("verify")
+    assert "pip install 'kvx[cli]'" in code
+    assert said == ""
