@@ -7,7 +7,8 @@ One thread (the engine's) calls; reading a property from another thread is fine.
 - base address and strides never change; only the committed prefix of each segment may be touched. Touching anything
   else, or anything at all while ASLEEP, ends the process (SIGSEGV; on a GPU the context dies).
 - A call that fails leaves everything as it was before it: memory, mappings, count, state, connectors open again.
-  The one exception says so where it is (`sleep`, when a device refuses to take memory back).
+  Two failures cannot be undone, and say so where they are: a device that refuses to take memory back (`sleep`), and
+  a connector that will not close after another would not open (`_open_connectors`: the cache is READY then).
 - Connectors are open only in READY, and never while a mapping changes. Each time they open, the generation grows.
 - `close` ends the cache at once, but its memory and addresses live until the last tensor on them has died.
 """
@@ -279,9 +280,7 @@ class ExtensibleKVCache:
         """Ends the cache. Closes connectors, then gives memory and addresses back, at the latest when the last tensor
         on them dies (a view that somebody kept stays readable until then). Idempotent; after an error, call it again.
         """
-        while self._opened:
-            self._opened[-1].close()
-            self._opened.pop()
+        self._close_opened()
         if self.state not in (CacheState.NEW, CacheState.CLOSED):
             self._driver.synchronize()
         self.state = CacheState.CLOSED
@@ -312,10 +311,9 @@ class ExtensibleKVCache:
         """
         old_bytes, new_bytes = self._committed(segment, old_blocks), self._committed(segment, new_blocks)
         if keep:
-            resize_mapping(self._reservation, self.buffer, segment.offset_bytes, old_bytes, new_bytes)
-            transaction.callback(
-                resize_mapping, self._reservation, self.buffer, segment.offset_bytes, new_bytes, old_bytes
-            )
+            kept = self.buffer[segment.offset_bytes : segment.offset_bytes + old_blocks * segment.block_stride_bytes]
+            resize_mapping(self._reservation, segment.offset_bytes, kept, new_bytes)
+            transaction.callback(resize_mapping, self._reservation, segment.offset_bytes, kept, old_bytes)
             return
         self._reservation.drop(segment.offset_bytes)
         transaction.callback(self._reservation.commit_range, segment.offset_bytes, old_bytes)
@@ -363,18 +361,28 @@ class ExtensibleKVCache:
     def _reopen(self, connectors: Sequence[RegionUser]) -> None:
         if connectors:
             self.generation += 1
-        for connector in connectors:
-            self._open_one(connector)
+        with contextlib.ExitStack() as all_of_them:  # one that fails does not keep the others closed
+            for connector in reversed(connectors):
+                all_of_them.callback(self._open_one, connector)
 
     def _open_connectors(self, transaction: Transaction) -> None:
+        """Opens all connectors, or none: those that did open are closed again before memory is taken back from them."""
         self.generation += 1
-        transaction.callback(self._close_opened)
-        for connector in self._connectors:
-            self._open_one(connector)
+        try:
+            for connector in self._connectors:
+                self._open_one(connector)
+        except BaseException:
+            try:
+                self._close_opened()
+            except BaseException:
+                transaction.commit()  # one that does not drain may still touch the memory: nothing is taken back
+                raise
+            raise
 
     def _close_opened(self) -> None:
         while self._opened:
-            self._opened.pop().close()
+            self._opened[-1].close()
+            self._opened.pop()
 
     def _open_one(self, connector: RegionUser) -> None:
         with self._timed("open"):

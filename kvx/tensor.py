@@ -83,10 +83,8 @@ def tensor_over(reservation: Reservation) -> torch.Tensor:
     return tensor
 
 
-def resize_mapping(
-    reservation: Reservation, buffer: torch.Tensor, offset_bytes: int, old_bytes: int, new_bytes: int
-) -> None:
-    """Puts one allocation of another size at an offset, with the same content and zeros beyond it.
+def resize_mapping(reservation: Reservation, offset_bytes: int, kept: torch.Tensor, new_bytes: int) -> None:
+    """Puts one allocation of another size at an offset: the bytes of `kept`, which starts there, then zeros.
 
     Old and new memory exist side by side while it copies. A failure leaves the old mapping as it was.
     """
@@ -95,8 +93,7 @@ def resize_mapping(
         scratch.reserve()
         transaction.callback(scratch.release)
         scratch.commit_range(0, new_bytes)
-        kept = min(old_bytes, new_bytes)
-        _copy_into(scratch, buffer[offset_bytes : offset_bytes + kept])
+        _copy_into(scratch, kept)
         allocation = scratch.unbind(0)
         transaction.callback(scratch.park, allocation)
         old = reservation.unbind(offset_bytes)
