@@ -1,0 +1,221 @@
+"""What the base class promises for every connector: order of calls, bounds, deadlines, each end once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvx.connector import Capabilities, Connector, ConnectorState, Copies, Op, Transfer, TransferState
+from kvx.errors import ConnectorError, ConnectorStateError, HandshakeError, LayoutError, TransferError, TransferTimeout
+from kvx.peer import Peer, RegionTable
+from kvx.plan import RUN_DTYPE, Runs
+from kvx.region import Mapping, MemoryRegion
+
+BASE = 1 << 30
+
+
+class FakeConnector(Connector):
+    """A library that remembers what it was told and finishes what a test tells it to."""
+
+    name = "fake"
+    capabilities = Capabilities(operations=frozenset({Op.READ}), notify=False, memory=frozenset({"cpu"}))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.copies: list[Copies] = []
+        self.done: set[Transfer] = set()
+        self.fails_to_open = False
+
+    def _open(self, regions: Sequence[MemoryRegion]) -> None:
+        self.calls.append(f"open {len(regions)}")
+        if self.fails_to_open:
+            raise ConnectorError("no")
+
+    def _metadata(self) -> bytes:
+        return b"library"
+
+    def _connect(self, library_metadata: bytes) -> Peer:
+        return Peer(name=library_metadata.decode(), generation=0, regions=self._regions)
+
+    def _submit(self, transfer: Transfer, copies: Copies, notify: bytes) -> None:
+        self.copies.append(copies)
+
+    def _progress(self) -> list[tuple[str, bytes]]:
+        for transfer in [item for item in self._pending if item in self.done]:
+            self._finish(transfer, TransferState.FAILED if transfer.stop_cause else TransferState.DONE)
+        return []
+
+    def _cancel(self, transfer: Transfer) -> None:
+        self.calls.append("cancel")
+
+    def _disconnect(self, peer: Peer) -> None:
+        self.calls.append(f"disconnect {peer.name}")
+
+    def _close(self) -> None:
+        self.calls.append("close")
+
+
+def region(offset: int, nbytes: int, device: str = "cpu", base: int = BASE) -> MemoryRegion:
+    return MemoryRegion(base + offset, nbytes, offset, Mapping(base, 1 << 20, 1, device))
+
+
+def runs(*rows: tuple[int, int, int]) -> Runs:
+    array = np.zeros(len(rows), RUN_DTYPE)
+    for index, (source, destination, length) in enumerate(rows):
+        array[index] = (source, destination, length, 0, 0, 1)
+    return Runs(array)
+
+
+@pytest.fixture
+def connector() -> FakeConnector:
+    made = FakeConnector()
+    made.open([region(0, 100), region(100, 100), region(300, 100)], 1)
+    return made
+
+
+@pytest.fixture
+def peer(connector: FakeConnector) -> Peer:
+    other = FakeConnector()
+    other.open([region(0, 150, base=BASE * 2), region(200, 100, base=BASE * 2)], 7)
+    return connector.connect(other.metadata())
+
+
+def test_calls_in_another_order_are_refused() -> None:
+    connector = FakeConnector()
+    assert connector.state is ConnectorState.NEW
+    for call in (connector.metadata, lambda: connector.connect(b"")):
+        with pytest.raises(ConnectorStateError, match="needs an open connector; fake is new"):
+            call()
+    connector.close()
+    connector.open([region(0, 100)], 1)
+    with pytest.raises(ConnectorStateError, match="open already"):
+        connector.open([region(0, 100)], 2)
+    connector.close()
+    connector.close()
+    with pytest.raises(ConnectorStateError, match="generation 1; 1 is not newer"):
+        connector.open([region(0, 100)], 1)
+    connector.open([region(0, 100)], 2)
+    assert connector.calls == ["open 1", "close", "open 1"]
+    assert (connector.generation, connector.registered_bytes) == (2, 100)
+
+
+def test_a_failed_opening_leaves_it_as_it_was() -> None:
+    connector = FakeConnector()
+    connector.fails_to_open = True
+    with pytest.raises(ConnectorError):
+        connector.open([region(0, 100)], 1)
+    assert connector.state is ConnectorState.NEW
+    with pytest.raises(LayoutError, match="one reservation"):
+        connector.open([region(0, 100), region(0, 100, base=BASE * 3)], 1)
+    with pytest.raises(ConnectorError, match="cannot move cuda memory, only cpu"):
+        connector.open([region(0, 100, device="cuda:0")], 1)
+    assert connector.registered_bytes == 0
+
+
+def test_metadata_is_checked_before_the_library_sees_it(connector: FakeConnector) -> None:
+    good = msgspec.msgpack.decode(connector.metadata())
+    for field, value in {
+        "version": 2, "connector": "other", "regions": [(0, 10), (5, 10)], "base_address": -1, "extra": 1,
+        "generation": "1",
+    }.items():  # fmt: skip
+        with pytest.raises(HandshakeError):
+            connector.connect(msgspec.msgpack.encode({**good, field: value}))
+    with pytest.raises(HandshakeError):
+        connector.connect(msgspec.msgpack.encode({**good, "regions": [(2**63, 2**63)]}))
+
+
+def test_copies_are_cut_at_region_ends_on_either_side(connector: FakeConnector, peer: Peer) -> None:
+    transfer = connector.submit(Op.READ, peer, runs((20, 40, 130)), deadline_s=1)
+    assert transfer.num_descriptors == 2
+    assert transfer.nbytes == 130
+    (copies,) = connector.copies
+    order = np.argsort(copies.local)
+    assert (copies.local[order] - BASE).tolist() == [40, 100]
+    assert (copies.remote[order] - 2 * BASE).tolist() == [20, 80]
+    assert copies.length[order].tolist() == [60, 70]
+
+
+@pytest.mark.parametrize(
+    ("row", "side"),
+    [
+        ((0, 150, 60), "destination"),
+        ((0, 200, 10), "destination"),
+        ((0, 290, 20), "destination"),
+        ((100, 0, 60), "source"),
+        ((160, 0, 10), "source"),
+        ((-10, 0, 20), "source"),
+        ((2**61, 0, 20), "source"),
+    ],
+)
+def test_no_byte_outside_the_regions(
+    connector: FakeConnector, peer: Peer, row: tuple[int, int, int], side: str
+) -> None:
+    with pytest.raises(LayoutError, match=f"of the {side} reservation are not registered"):
+        connector.submit(Op.READ, peer, runs((0, 0, 10), row), deadline_s=1)
+    assert connector.copies == []
+
+
+def test_what_it_cannot_do_is_refused(connector: FakeConnector, peer: Peer) -> None:
+    with pytest.raises(ConnectorError, match="cannot write"):
+        connector.submit(Op.WRITE, peer, runs((0, 0, 10)), deadline_s=1)
+    with pytest.raises(ConnectorError, match="cannot notify"):
+        connector.submit(Op.READ, peer, runs((0, 0, 10)), deadline_s=1, notify=b"x")
+    with pytest.raises(TransferError, match="at least one byte"):
+        connector.submit(Op.READ, peer, Runs.empty(), deadline_s=1)
+
+
+def test_every_end_is_reported_once(connector: FakeConnector, peer: Peer) -> None:
+    first, second = (connector.submit(Op.READ, peer, runs((0, 0, 10)), deadline_s=9) for _ in range(2))
+    assert connector.poll().finished == ()
+    connector.done.add(first)
+    assert connector.poll().finished == (first,)
+    assert first.state is TransferState.DONE
+    connector.cancel(first)
+    connector.cancel(second)
+    connector.cancel(second)
+    assert connector.calls.count("cancel") == 1
+    assert connector.poll().finished == (), "not terminal before the library says so"
+    connector.done.add(second)
+    assert connector.poll().finished == (second,)
+    assert second.state is TransferState.CANCELLED
+    assert connector.poll().finished == ()
+
+
+def test_a_deadline_asks_it_to_stop_and_is_the_cause(connector: FakeConnector, peer: Peer) -> None:
+    transfer = connector.submit(Op.READ, peer, runs((0, 0, 10)), deadline_s=0.01)
+    time.sleep(0.02)
+    assert connector.poll().finished == ()
+    assert "cancel" in connector.calls
+    connector.done.add(transfer)
+    assert connector.poll().finished == (transfer,)
+    assert transfer.state is TransferState.FAILED
+    assert isinstance(transfer.cause, TransferTimeout)
+    assert "read of 10 bytes with peer library within 0.01 s" in str(transfer.cause)
+
+
+def test_closing_ends_transfers_and_peers(connector: FakeConnector, peer: Peer) -> None:
+    transfer = connector.submit(Op.READ, peer, runs((0, 0, 10)), deadline_s=9)
+    connector.close()
+    assert connector.poll().finished == (transfer,)
+    assert transfer.state is TransferState.FAILED
+    connector.open([region(0, 100)], 2)
+    with pytest.raises(ConnectorStateError, match="not connected any more"):
+        connector.submit(Op.READ, peer, runs((0, 0, 10)), deadline_s=1)
+    connector.disconnect(peer)
+    assert "disconnect library" not in connector.calls
+
+
+def test_region_tables() -> None:
+    table = RegionTable.of(BASE, [(100, 50), (0, 50)])
+    assert table.registered_bytes == 100
+    table.require_inside(np.array([0, 100, 149]), np.array([50, 50, 1]), "local")
+    for bad in ([(0, 0)], [(-1, 5)], [(0, 10), (9, 5)]):
+        with pytest.raises(LayoutError):
+            RegionTable.of(BASE, bad)
+    with pytest.raises(LayoutError, match="no memory of the local"):
+        RegionTable.of(0, []).require_inside(np.array([0]), np.array([1]), "local")

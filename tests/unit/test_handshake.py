@@ -1,0 +1,137 @@
+"""Messages of the side channel: what is understood, what is refused, and that nothing else comes through."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvx.errors import HandshakeError, LayoutError, PeerMismatch
+from kvx.geometry import GroupGeometry, HeadRange
+from kvx.handshake import (
+    Claim,
+    Hello,
+    RefusedMessage,
+    Release,
+    Status,
+    StatusReply,
+    Welcome,
+    decode_reply,
+    decode_request,
+    descriptor,
+    encode,
+    endpoint,
+    welcome,
+)
+from kvx.peer import EngineInfo, PeerDescriptor, require_compatible
+
+GROUP = GroupGeometry(
+    name="full", kind="full_attention", layers=("a", "b"), layer_offsets_bytes=(0, 1 << 20), block_stride_bytes=1024,
+    kernel_block_stride_bytes=1024, head_stride_bytes=512, token_stride_bytes=32, block_size_tokens=16,
+    kernel_block_size_tokens=16, heads=HeadRange(0, 2, 4), content_bytes=32, dtype="float32",
+)  # fmt: skip
+INFO = EngineInfo(engine_id="e", model="m", dtype="float32", kv_cache_dtype="auto")
+OURS = PeerDescriptor(
+    info=INFO, instance="i", generation=2, layout="LBHNC", groups=(GROUP,), num_blocks=10, digests=False,
+    connectors={"nixl": b"\x00\xff"},
+)  # fmt: skip
+
+
+def changed(**fields: object) -> PeerDescriptor:
+    return dataclasses.replace(OURS, info=msgspec.structs.replace(INFO, **fields))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Hello(sequence=1, engine_id="e"),
+        Claim(sequence=2, request_id="r", reader="x", wait_s=1.5),
+        Release(sequence=3, request_id="r", reader="x"),
+        Status(sequence=4),
+    ],
+)
+def test_requests_come_back_as_they_were(request_: Hello | Claim | Release | Status) -> None:
+    assert decode_request(encode(request_)) == request_
+
+
+def test_a_descriptor_comes_back_as_it_was() -> None:
+    reply = decode_reply(encode(welcome(5, OURS)))
+    assert isinstance(reply, Welcome)
+    assert descriptor(reply) == OURS
+
+
+def test_a_malformed_group_of_a_peer_is_refused() -> None:
+    reply = welcome(5, OURS)
+    reply.groups[0]["block_size_tokens"] = -1
+    with pytest.raises(LayoutError):
+        descriptor(reply)
+
+
+def test_a_reply_is_no_request_and_an_unknown_field_of_the_engine_is_refused() -> None:
+    with pytest.raises(RefusedMessage, match="not a side channel request"):
+        decode_request(encode(StatusReply(sequence=1, status={})))
+    raw = msgspec.msgpack.decode(encode(welcome(5, OURS)))
+    raw["info"]["extra"] = 1
+    with pytest.raises(RefusedMessage, match="unknown field `extra`") as raised:
+        decode_reply(msgspec.msgpack.encode(raw))
+    assert raised.value.sequence == 5
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
+    for decode in (decode_request, decode_reply):
+        with pytest.raises(RefusedMessage):
+            decode(data)
+
+
+@given(st.recursive(st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5) | st.binary(max_size=5),
+                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+                    max_leaves=10))  # fmt: skip
+def test_any_msgpack_value_in_a_field_is_refused_or_fits(value: object) -> None:
+    data = {"version": 1, "sequence": 1, "kind": "claim", "request_id": "r", "reader": value, "wait_s": 1.0}
+    try:
+        decoded = decode_request(msgspec.msgpack.encode(data))
+    except RefusedMessage:
+        assert not isinstance(value, str)
+    else:
+        assert isinstance(decoded, Claim)
+        assert decoded.reader == value
+
+
+def test_another_version_is_named() -> None:
+    data = msgspec.msgpack.encode({"version": 9, "sequence": 3, "kind": "new", "field": 1})
+    with pytest.raises(RefusedMessage, match="protocol 9 found, 1 spoken here") as raised:
+        decode_request(data)
+    assert raised.value.sequence == 3
+
+
+def test_engines_alike_are_compatible_whatever_their_ranks() -> None:
+    require_compatible(OURS, OURS)
+    require_compatible(OURS, changed(engine_id="other", tp_rank=1, tp_size=2))
+
+
+@pytest.mark.parametrize("field", ["model", "dtype", "kv_cache_dtype", "pp_size", "pp_rank"])
+def test_one_difference_is_named_with_both_values(field: str) -> None:
+    other = 3 if field.startswith("pp") else "other"
+    with pytest.raises(PeerMismatch) as raised:
+        require_compatible(OURS, changed(**{field: other}))
+    assert (raised.value.field, raised.value.ours, raised.value.theirs) == (field, getattr(INFO, field), other)
+
+
+def test_every_difference_is_named() -> None:
+    theirs = dataclasses.replace(changed(model="other", dtype="bfloat16"), groups=())
+    with pytest.raises(PeerMismatch, match="model, dtype, layer groups differs"):
+        require_compatible(OURS, theirs)
+    with pytest.raises(PeerMismatch, match="verify differs"):
+        require_compatible(dataclasses.replace(OURS, digests=True), OURS)
+    require_compatible(OURS, dataclasses.replace(OURS, digests=True))
+
+
+def test_endpoints() -> None:
+    assert endpoint("127.0.0.1", 80) == "tcp://127.0.0.1:80"
+    assert endpoint("::1", 80) == "tcp://[::1]:80"
+    with pytest.raises(HandshakeError, match="'no such host' has no address"):
+        endpoint("no such host", 80)

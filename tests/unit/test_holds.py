@@ -1,0 +1,185 @@
+"""The owner's state machine, without sockets or clocks: who may read what, until when."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from kvx.digest import GroupDigests
+from kvx.errors import HandshakeError
+from kvx.handshake import Claim, Claimed, Digests, Message, Refused
+from kvx.holds import KEPT_ENDINGS, Hold, HoldTable, stale_covered
+
+
+class Table(HoldTable):
+    """Keeps what it sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, Message]] = []
+        super().__init__("instance", grace_s=5.0, send=lambda receiver, message: self.sent.append((receiver, message)))
+
+    def answers(self) -> list[Message]:
+        sent, self.sent = self.sent, []
+        return [message for _, message in sent]
+
+
+def hold(request_id: str = "r", expires: float = 10.0, blocks: tuple[int, ...] = (4, 2)) -> Hold:
+    return Hold(request_id, (blocks,), 20, expires)
+
+
+def claim(request_id: str = "r", reader: str = "reader", wait_s: float = 3.0, sequence: int = 7) -> Claim:
+    return Claim(sequence=sequence, request_id=request_id, reader=reader, wait_s=wait_s)
+
+
+def test_a_claim_gets_the_owners_own_blocks_and_how_long_they_stay() -> None:
+    table = Table()
+    table.generation = 3
+    table.add(hold(), 0.0)
+    table.claim(b"x", claim(), 4.0)
+    assert table.sent == [
+        (
+            b"x",
+            Claimed(
+                sequence=7, request_id="r", instance="instance", generation=3, blocks=[[4, 2]], num_tokens=20,
+                left_s=11.0,
+            ),
+        )
+    ]  # fmt: skip
+    assert table.is_being_read
+
+
+def test_unclaimed_holds_end_with_the_lease_and_claimed_ones_after_the_grace() -> None:
+    table = Table()
+    table.add(hold("unclaimed"), 0.0)
+    table.add(hold("claimed"), 0.0)
+    table.claim(b"x", claim("claimed"), 9.9)
+    assert table.expire(9.99) == []
+    assert table.next_time() == 10.0
+    assert table.expire(10.0) == ["unclaimed"]
+    assert table.next_time() == 15.0
+    assert table.expire(15.0) == ["claimed"]
+    assert table.next_time() is None
+    assert table.expire(100.0) == [], "each once"
+    table.answers()
+    table.claim(b"x", claim("claimed"), 16.0)
+    (answer,) = table.answers()
+    assert isinstance(answer, Refused)
+    assert "lease ran out" in answer.reason
+
+
+def test_a_claim_waits_for_its_hold_but_not_for_ever() -> None:
+    table = Table()
+    table.claim(b"x", claim(), 0.0)
+    table.claim(b"y", claim("other"), 0.0)
+    assert table.answers() == []
+    table.add(hold(), 1.0)
+    (answer,) = table.answers()
+    assert isinstance(answer, Claimed)
+    assert table.next_time() == 3.0
+    assert table.expire(3.0) == []
+    (answer,) = table.answers()
+    assert isinstance(answer, Refused)
+    assert "other is not held here" in answer.reason
+
+
+def test_only_its_reader_releases_a_claimed_hold() -> None:
+    table = Table()
+    table.add(hold(), 0.0)
+    table.claim(b"x", claim(), 0.0)
+    assert not table.release("r", "stranger")
+    assert table.release("r", "reader")
+    assert not table.release("r", "reader")
+    assert not table.release("unknown", "reader")
+    assert table.num_held == 0
+
+
+def test_a_reader_that_gives_up_takes_its_parked_claim_along() -> None:
+    table = Table()
+    table.claim(b"x", claim(), 0.0)
+    assert not table.release("r", "reader")
+    table.add(hold(), 1.0)
+    assert table.answers() == []
+    assert not table.is_being_read
+
+
+def test_two_readers_do_not_share_a_hold() -> None:
+    table = Table()
+    table.add(hold(), 0.0)
+    for reader in ("reader", "second", "reader"):
+        table.claim(b"x", claim(reader=reader), 0.0)
+    first, second, again = table.answers()
+    assert isinstance(first, Claimed)
+    assert isinstance(second, Refused)
+    assert isinstance(again, Claimed)
+
+
+def test_a_dropped_hold_ends_at_once_unless_it_is_being_read() -> None:
+    table = Table()
+    table.add(hold("free"), 0.0)
+    table.add(hold("read"), 0.0)
+    table.claim(b"x", claim("read"), 0.0)
+    table.answers()
+    assert table.drop("free")
+    assert not table.drop("read")
+    assert not table.drop("unknown")
+    table.claim(b"x", claim("free"), 1.0)
+    (answer,) = table.answers()
+    assert isinstance(answer, Refused)
+    assert "aborted" in answer.reason
+    assert table.release("read", "reader")
+
+
+def test_endings_are_remembered_within_bounds() -> None:
+    table = Table()
+    for index in range(KEPT_ENDINGS + 10):
+        table.add(hold(str(index)), 0.0)
+        table.drop(str(index))
+    table.claim(b"x", claim("0"), 0.0)
+    assert table.answers() == [], "forgotten, so it could still come"
+    table.claim(b"x", claim(str(KEPT_ENDINGS)), 0.0)
+    assert isinstance(table.answers()[0], Refused)
+
+
+def test_digest_pages() -> None:
+    table, kept = Table(), hold()
+    values = np.arange(2 * 20 * 16, dtype=np.uint8).reshape(2, 20, 16)
+    present = np.ones(20, dtype=bool)
+    present[19] = False
+    kept.digests = Future()
+    table.add(kept, 0.0)
+
+    def ask(**fields: int) -> Digests:
+        asked = {"group": 0, "first_token": 3, "num_tokens": 4, "head_start": 1, "head_count": 1, **fields}
+        return Digests(sequence=1, request_id="r", **asked)
+
+    with pytest.raises(HandshakeError, match="no digests"):
+        table.digest_page(ask())
+    kept.digests.set_result([GroupDigests(0, values, present)])
+    assert table.digest_page(ask()).digests == values[1:, 3:7].tobytes()
+    for wrong in ({"group": 1}, {"num_tokens": 18}, {"num_tokens": 17}, {"head_start": 2}, {"first_token": 2**61}):
+        with pytest.raises(HandshakeError):
+            table.digest_page(ask(**wrong))
+    failed = hold("failed")
+    failed.digests = Future()
+    failed.digests.set_exception(ValueError("no"))
+    table.add(failed, 0.0)
+    with pytest.raises(HandshakeError, match="could not be taken"):
+        table.digest_page(Digests(sequence=1, request_id="failed", group=0, first_token=0, num_tokens=1, head_start=0,
+                                  head_count=1))  # fmt: skip
+
+
+def test_a_hold_freed_early_is_answered_after_its_reuse_and_never_released_again() -> None:
+    table, freed = Table(), hold("freed")
+    freed.is_freed = freed.is_awaiting_reuse = True
+    table.add(freed, 0.0)
+    table.claim(b"x", claim("freed"), 0.0)
+    assert table.answers() == []
+    assert table.num_held == 0
+    assert stale_covered(table.holds.values(), hold("new", blocks=(9, 8))) == []
+    assert stale_covered(table.holds.values(), hold("new", blocks=(-1, 2))) == [freed]
+    freed.is_awaiting_reuse = False
+    table.answer_parked("freed", 1.0)
+    assert isinstance(table.answers()[0], Claimed)
+    assert not table.release("freed", "reader")

@@ -1,0 +1,77 @@
+"""Connectors by name: found lazily, and every reason for not having one in a sentence."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any
+
+import pytest
+
+from kvx import registry
+from kvx.engine_side import HandoffSettings
+from kvx.errors import ConnectorError, ConnectorUnavailable
+from kvx.registry import ENTRY_POINT_GROUP, connector_class, known_connectors
+
+
+@pytest.fixture
+def points(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = EntryPoints(
+        EntryPoint(name, value, ENTRY_POINT_GROUP)
+        for name, value in {
+            "absent": "no_such_library.connector:Connector",
+            "wrong": "pathlib:Path",
+            "abstract": "kvx.connector:Connector",
+        }.items()
+    )
+
+    def entry_points(**selection: Any) -> EntryPoints:
+        return found.select(**selection)
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+
+
+def test_names_are_known_without_importing_anything(points: None) -> None:
+    assert known_connectors() == ("absent", "abstract", "wrong")
+    assert "no_such_library" not in sys.modules
+    assert connector_class("abstract").__name__ == "Connector"
+
+
+def test_an_unknown_name_lists_the_known_ones(points: None) -> None:
+    with pytest.raises(ConnectorError, match="unknown connector 'nxil'; known connectors: absent, abstract, wrong"):
+        connector_class("nxil")
+
+
+def test_a_missing_library_says_what_to_install(points: None) -> None:
+    with pytest.raises(ConnectorUnavailable) as raised:
+        connector_class("absent")
+    assert raised.value.hint == "pip install 'kvx[absent]'"
+    assert "connector 'absent' is not installed (No module named 'no_such_library')" in str(raised.value)
+
+
+def test_something_else_under_the_name_is_refused(points: None) -> None:
+    with pytest.raises(ConnectorError, match="'pathlib:Path' of connector 'wrong' is no"):
+        connector_class("wrong")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("lease_s", 0, "lease_s is 0; it needs seconds"),
+        ("lease_s", "30", "lease_s is '30'"),
+        ("transfer_deadline_s", -1, "transfer_deadline_s is -1"),
+        ("grace_s", float("nan"), "grace_s is nan"),
+        ("verify", "some", "verify is 'some'; it needs 'off' or 'all'"),
+        ("side_channel_port", 70000, "side_channel_port is 70000"),
+        ("inject", "flip-byte", "inject is 'flip-byte' but verify is 'off'"),
+    ],
+)
+def test_bad_settings_are_named(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ConnectorError) as raised:
+        HandoffSettings(**{field: value})
+    assert message in str(raised.value)
+
+
+def test_an_unknown_injection_lists_the_known_ones() -> None:
+    with pytest.raises(ConnectorError, match="unknown injection 'flip'; known: flip-byte, swap-blocks, stale"):
+        HandoffSettings(verify="all", inject="flip")
