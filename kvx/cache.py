@@ -204,6 +204,7 @@ class ExtensibleKVCache:
         """Backs the first blocks of each segment with memory, for warm-up."""
         self._require("commit", CacheState.RESERVED)
         self._require_blocks(num_blocks, 1)
+        self._require_room(num_blocks)
         with Transaction() as transaction, self._timed("commit"):
             self._map_all(transaction, num_blocks)
             self._zero(num_blocks)
@@ -222,8 +223,7 @@ class ExtensibleKVCache:
         if self.state is CacheState.READY and num_blocks == self.committed_blocks:
             return
         keep = live or self.state is CacheState.READY
-        if keep:
-            self._require_room_to_copy(num_blocks)
+        self._require_room(num_blocks, copying=keep)
         with Transaction() as transaction:
             self._close_connectors(transaction)
             self._push_state(transaction)
@@ -266,6 +266,7 @@ class ExtensibleKVCache:
         """Backs the final count of blocks again, at the same addresses, all zeros, and opens the connectors."""
         self._require("wake", CacheState.ASLEEP)
         self._reservation.release_parked()
+        self._require_room(self.final_blocks)
         with Transaction() as transaction:
             self._push_state(transaction)
             with self._timed("wake"):
@@ -320,16 +321,19 @@ class ExtensibleKVCache:
         self._reservation.commit_range(segment.offset_bytes, new_bytes)
         transaction.callback(self._reservation.drop, segment.offset_bytes)
 
-    def _require_room_to_copy(self, num_blocks: int) -> None:
-        """A copying extend, and its undo, hold one segment's old memory on top of the growth. Without room for that
-        the undo of a failed extend could fail too, so it is not begun."""
+    def _require_room(self, num_blocks: int, *, copying: bool = False) -> None:
+        """Asks for memory before anything is touched, so that too large a count costs no time and needs no undo.
+
+        An extend that copies, and its undo, hold one segment's old memory on top of the growth: without room for that
+        the undo of a failed extend could itself run out of memory.
+        """
         before = [self._committed(segment, self.committed_blocks) for segment in self._segments()]
-        after = [self._committed(segment, num_blocks) for segment in self._segments()]
-        needed, free = sum(after) - sum(before) + max(before), self._driver.memory_info().free_bytes
-        if needed > free:
+        needed = self.table.committed_bytes(num_blocks) - sum(before) + (max(before) if copying else 0)
+        if needed > (free := self._driver.memory_info().free_bytes):
             raise OutOfDeviceMemory(
-                "extend_kv_cache", errno.ENOMEM, "ENOMEM",
-                f"{needed} bytes needed while blocks are copied, {free} bytes are free; ask for fewer blocks",
+                "commit", errno.ENOMEM, "ENOMEM",
+                f"{num_blocks} blocks need {needed} bytes more{' while they are copied' if copying else ''}, {free} are "
+                "free; ask for fewer blocks, or stop something",
             )  # fmt: skip
 
     def _zero(self, num_blocks: int) -> None:

@@ -18,7 +18,7 @@ from kvx.errors import LayoutError
 from kvx.spec import CacheGeometry
 from kvx.vmm import Reservation, Transaction
 
-_DEVICE_TYPES = {"cpu": 1, "cuda": 2, "rocm": 10}  # DLDeviceType
+_DEVICE_TYPES = {"cpu": 1, "cuda": 2}  # DLDeviceType
 
 
 class _ManagedTensor(ctypes.Structure):

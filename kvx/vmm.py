@@ -11,6 +11,7 @@ address without memory ends the process.
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 
 from kvx.drivers.base import Allocation, Driver
@@ -37,6 +38,7 @@ class Reservation:
         self._parked: list[Allocation] = []  # unmapped, but their release failed: tried again at the next chance
         self._tensors = 0
         self._release_wanted = False
+        self._lock = threading.RLock()  # of the two above; an RLock, because a tensor may die while it is held
 
     @property
     def mappings(self) -> tuple[Mapping, ...]:
@@ -61,9 +63,10 @@ class Reservation:
 
     def release(self) -> None:
         """Gives memory and addresses back: now, or when the last tensor on them dies. May be called again."""
-        self._release_wanted = True
-        if self._tensors == 0:
-            self._release_now()
+        with self._lock:
+            self._release_wanted = True
+            if self._tensors == 0:
+                self._release_now()
 
     def commit_range(self, offset_bytes: int, nbytes: int) -> None:
         """Backs a part of the range by one new allocation."""
@@ -107,13 +110,15 @@ class Reservation:
 
     def hold(self) -> None:
         """Counts a tensor in."""
-        self._tensors += 1
+        with self._lock:
+            self._tensors += 1
 
     def let_go(self) -> None:
         """Counts a tensor out; the last one out of a range that nobody wants any more releases it."""
-        self._tensors -= 1
-        if self._tensors == 0 and self._release_wanted:
-            self._release_now()
+        with self._lock:
+            self._tensors -= 1
+            if self._tensors == 0 and self._release_wanted:
+                self._release_now()
 
     def _release_now(self) -> None:
         for offset in sorted(self._bound):

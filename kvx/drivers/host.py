@@ -93,6 +93,7 @@ class HostDriver(Driver):
 
     def release(self, allocation: Allocation) -> None:
         self._check("munmap", self._libc.munmap(allocation.handle, allocation.nbytes))
+        allocation.handle = 0  # a second release, or a map, of this one cannot hit memory of somebody else
 
     def map(self, address: int, allocation: Allocation) -> None:
         self._require_granules(address=address, nbytes=allocation.nbytes)

@@ -105,10 +105,18 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return SideChannelAddress(*self.worker.address)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        # Before the forward pass: a hold that waited for it would keep decode waiting for another request's prefill.
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, KvxMetadata)
+        self.worker.start(connector_metadata.work)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        # Everything has been started already; a step that computes nothing may wait here for what is on its way.
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KvxMetadata)
-        self.worker.start(metadata.work)
+        if metadata.work.idle:
+            self.worker.wait()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return

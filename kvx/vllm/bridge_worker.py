@@ -92,8 +92,10 @@ class BridgeWorker:
             self._pull(pull)
         for request_id in work.cancels:
             self.handoff.cancel(request_id)
-        if work.idle:
-            self.handoff.wait(IDLE_WAIT_S)
+
+    def wait(self) -> None:
+        """Sleep until a hand-off has ended, for a moment at the most."""
+        self.handoff.wait(IDLE_WAIT_S)
 
     def take_outcome(self) -> Outcome:
         """What ended since the last step. A pull of no tokens only frees the owner's blocks: vLLM does not wait."""

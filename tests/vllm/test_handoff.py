@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from .conftest import RunningPair, start_pair
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 POOL_BLOCKS = 24
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 64
 PROMPTS = ["one token", "one block", "one block and one", "a thousand"]
 
 
@@ -82,20 +83,36 @@ def test_what_decode_already_holds_is_not_read_again(pair: RunningPair) -> None:
     assert received == 700 - 2 * 128
 
 
-def test_a_preemption_on_the_prefill_side_changes_no_answer(pair: RunningPair) -> None:
-    """Three long generations and hand-offs of eight blocks want more than the pool has."""
-    longs = [ask(f"long {index}", tokens(636, seed=100 + index), max_tokens=160) for index in range(3)]
-    handed = [ask(f"preempted {index}", tokens(1000, seed=200 + index)) for index in range(3)]
-    before = pair.client.counters(pair.prefill.url)["vllm:num_preemptions_total"]
-    with ThreadPoolExecutor(6) as pool:
+def test_a_request_that_prefill_preempted_is_handed_off_right(pair: RunningPair) -> None:
+    """Three generations are at 620 of 640 tokens, five blocks each, and the hand-off takes the eight that are left.
+
+    Its prefill needs 16 steps, so the first generation that reaches its sixth block preempts it, as the last to come.
+    """
+    longs = [ask(f"long {index}", tokens(620, seed=100 + index), max_tokens=60) for index in range(3)]
+    preempted = ask("preempted", tokens(1000, seed=200))
+    preemptions = pair.client.counters(pair.prefill.url)["vllm:num_preemptions_total"]
+    with ThreadPoolExecutor(4) as pool:
         generations = [pool.submit(pair.single, request) for request in longs]
-        answers = [pool.submit(pair.handed_off, request) for request in handed]
-        assert all(not future.result().error for future in generations)
-        got = [future.result() for future in answers]
-    assert pair.client.counters(pair.prefill.url)["vllm:num_preemptions_total"] > before
-    assert [answer.error for answer in got] == [""] * len(got)
-    assert [answer.tokens for answer in got] == [pair.single(request).tokens for request in handed]
+        wait_until(lambda: requests_inside(pair) == len(longs))
+        answer = pool.submit(pair.handed_off, preempted)
+        assert [future.result().error for future in generations] == [""] * len(longs)
+        handed_off = answer.result()
+    assert pair.client.counters(pair.prefill.url)["vllm:num_preemptions_total"] > preemptions
+    assert not handed_off.error, handed_off.error
+    assert handed_off.tokens == pair.single(preempted).tokens
     assert pair.decode_status()["digests"]["mismatched"] == 0
+
+
+def requests_inside(pair: RunningPair) -> float:
+    counters = pair.client.counters(pair.prefill.url)
+    return counters["vllm:num_requests_running"] + counters["vllm:num_requests_waiting"]
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
+    ends = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < ends, "it did not happen in time"
+        time.sleep(0.02)
 
 
 def test_every_hold_was_freed(pair: RunningPair) -> None:
