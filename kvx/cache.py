@@ -332,8 +332,8 @@ class ExtensibleKVCache:
         if needed > (free := self._driver.memory_info().free_bytes):
             raise OutOfDeviceMemory(
                 "commit", errno.ENOMEM, "ENOMEM",
-                f"{num_blocks} blocks need {needed} bytes more{' while they are copied' if copying else ''}, {free} are "
-                "free; ask for fewer blocks, or stop something",
+                f"{num_blocks} blocks need {needed} bytes more{' while they are copied' if copying else ''}, but {free} "
+                "are free; ask for fewer blocks, or stop something",
             )  # fmt: skip
 
     def _zero(self, num_blocks: int) -> None:
