@@ -330,10 +330,11 @@ class ExtensibleKVCache:
         before = [self._committed(segment, self.committed_blocks) for segment in self._segments()]
         needed = self.table.committed_bytes(num_blocks) - sum(before) + (max(before) if copying else 0)
         if needed > (free := self._driver.memory_info().free_bytes):
+            what = "more while they are copied" if copying else "more"
             raise OutOfDeviceMemory(
                 "commit", errno.ENOMEM, "ENOMEM",
-                f"{num_blocks} blocks need {needed} bytes more{' while they are copied' if copying else ''}, but {free} "
-                "are free; ask for fewer blocks, or stop something",
+                f"{num_blocks} blocks need {needed} bytes {what}, but {free} are free; ask for fewer blocks, or stop "
+                "something",
             )  # fmt: skip
 
     def _zero(self, num_blocks: int) -> None:
