@@ -95,10 +95,11 @@ class HoldTable:
             self.claim(parked.sender, parked.claim, now)
 
     def release(self, request_id: str, reader: str) -> bool:
-        """The reader is done or gave up; True when a hold ended by it. A claim still parked is forgotten."""
-        self._parked = [
-            parked for parked in self._parked if (parked.claim.request_id, parked.claim.reader) != (request_id, reader)
-        ]
+        """The reader is done or gave up; True when a hold ended by it. A claim still parked is refused."""
+        for parked in [item for item in self._parked if item.claim.request_id == request_id]:
+            if parked.claim.reader == reader:
+                self._parked.remove(parked)
+                self._refuse(parked.sender, parked.claim, f"the claim of request {request_id} was withdrawn")
         hold = self.holds.get(request_id)
         if hold is None or hold.reader not in (None, reader):
             return False

@@ -15,14 +15,12 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
-from kvx.connector import Connector, ConnectorState, Op, Transfer, TransferState
+from kvx.connector import ConnectorState, Op, Transfer, TransferState
 from kvx.digest import GroupDigests
 from kvx.digest_check import DigestCheck
 from kvx.engine_side import EngineSide, Pull
@@ -45,10 +43,11 @@ from kvx.handshake import (
     Release,
     Reply,
     Welcome,
-    descriptor,
 )
-from kvx.peer import Peer, PeerDescriptor, require_compatible
+from kvx.owners import Owners
+from kvx.peer import PeerDescriptor
 from kvx.plan import Runs, plan
+from kvx.pull_state import ActivePull, Owner, Phase
 from kvx.sidechannel import Link
 
 logger = logging.getLogger(__name__)
@@ -58,59 +57,20 @@ T = TypeVar("T")
 MOVE_BYTES = 64 << 20
 
 
-class Phase(StrEnum):
-    GREET = "greet"
-    CLAIM = "claim"
-    MOVE = "move"
-    CHECK = "check"
-
-
-@dataclass(eq=False)
-class Owner:
-    """All that is known about one engine that we read from: its link, its descriptor, its connector's peer."""
-
-    link: Link
-    descriptor: PeerDescriptor | None = None
-    connector: Connector | None = None
-    peer: Peer | None = None
-    greeting: bool = False
-    pulls: set[ActivePull] = field(default_factory=set)
-
-
-@dataclass(eq=False)
-class ActivePull:
-    """One pull on its way. Times are monotonic; `kept_until` is our own clock's bound on the owner's lease."""
-
-    spec: Pull
-    owner: Owner
-    started: float
-    deadline: float
-    phase: Phase = Phase.GREET
-    claim_sent: float = 0.0
-    kept_until: float = 0.0
-    has_claimed: bool = False
-    times_greeted: int = 0
-    transfers: list[Transfer] = field(default_factory=list)
-    cause: KVXError | None = None
-    moved: Runs = field(default_factory=Runs.empty)
-    pieces: list[Runs] = field(default_factory=list)
-    spans_s: dict[str, float] = field(default_factory=dict)
-    span_started: float = 0.0
-
-
 class Puller:
     """All pulls of one engine rank."""
 
-    def __init__(self, side: EngineSide, open_link: Callable[[str, int], Link], close_link: Callable[[Link], None]):
+    def __init__(
+        self, side: EngineSide, open_link: Callable[[str, int], Link], close_link: Callable[[Link], None]
+    ) -> None:
         self._side = side
-        self._open_link, self._close_link = open_link, close_link
-        self._owners: dict[tuple[str, int], Owner] = {}
+        self._owners = Owners(side, open_link, close_link)
         self._pulls: dict[str, ActivePull] = {}
         self._by_transfer: dict[Transfer, ActivePull] = {}
 
     @property
     def links(self) -> list[Link]:
-        return [owner.link for owner in self._owners.values()]
+        return self._owners.links
 
     @property
     def is_moving(self) -> bool:
@@ -122,7 +82,7 @@ class Puller:
             self._side.fail(spec.request_id, f"request {spec.request_id} is being pulled already")
             return
         try:
-            owner = self._owner(spec.host, spec.port)
+            owner = self._owners.get(spec.host, spec.port)
         except KVXError as error:
             self._side.fail(spec.request_id, str(error))
             return
@@ -151,14 +111,13 @@ class Puller:
 
     def on_link_lost(self, link: Link) -> None:
         """The owner's process ended, or closed the connection: nothing that is still to come will come."""
-        owner = self._owners.pop((link.host, link.port), None)
+        owner = self._owners.of_link(link)
         if owner is None:
             return
         error = HandshakeError(f"engine {link.host}:{link.port} closed its side channel; is it still running?")
         for pull in list(owner.pulls):
             self._fail(pull, error)
-        self._disconnect(owner)
-        self._close_link(link)
+        self._owners.remove(owner)
 
     def tick(self, now: float) -> None:
         """Deadlines of everything but transfers, whose deadlines are the connector's."""
@@ -176,62 +135,32 @@ class Puller:
         """Fail what is on its way. The caller has made sure that no transfer is."""
         for pull in list(self._pulls.values()):
             self._fail(pull, ConnectorError("the hand-off was closed"))
-        for owner in list(self._owners.values()):
-            self._close_link(owner.link)
-        self._owners.clear()
+        self._owners.close()
 
     # GREET
 
-    def _owner(self, host: str, port: int) -> Owner:
-        owner = self._owners.get((host, port))
-        if owner is None:
-            owner = self._owners[host, port] = Owner(self._open_link(host, port))
-        return owner
-
     def _greet_or_claim(self, pull: ActivePull) -> None:
         owner = pull.owner
-        if owner.descriptor is not None and owner.peer is not None and owner.peer.connected:
+        if owner.is_connected:
             self._claim(pull)
             return
         pull.phase = Phase.GREET
         pull.times_greeted += 1
-        if not owner.greeting:
-            owner.greeting = True
-            hello = Hello(sequence=0, engine_id=self._side.info.engine_id)
-            owner.link.ask(hello, lambda reply: self._on_welcome(owner, reply))
+        if not owner.is_greeting:
+            owner.is_greeting = True
+            owner.link.ask(Hello(sequence=0, engine_id=self._side.info.engine_id), partial(self._on_welcome, owner))
 
     def _on_welcome(self, owner: Owner, reply: Reply) -> None:
-        owner.greeting = False
+        owner.is_greeting = False
         waiting = [pull for pull in owner.pulls if pull.phase is Phase.GREET and pull.cause is None]
         try:
-            self._connect(owner, reply)
+            self._owners.connect(owner, _expect(reply, Welcome))
         except KVXError as error:
             for pull in waiting:
                 self._fail(pull, error)
             return
         for pull in waiting:
             self._guard(pull, self._claim)
-
-    def _connect(self, owner: Owner, reply: Reply) -> None:
-        theirs = descriptor(_expect(reply, Welcome))
-        ours = self._side.describe()
-        require_compatible(ours, theirs)
-        connector = self._choose_connector(theirs)
-        self._disconnect(owner)
-        owner.peer = connector.connect(theirs.connectors[connector.name])
-        owner.connector, owner.descriptor = connector, theirs
-
-    def _choose_connector(self, theirs: PeerDescriptor) -> Connector:
-        for connector in self._side.connectors:
-            if connector.name in theirs.connectors and Op.READ in connector.capabilities.operations:
-                return connector
-        names = [connector.name for connector in self._side.connectors]
-        raise PeerMismatch("connectors", names, sorted(theirs.connectors), "configure one that both have")
-
-    def _disconnect(self, owner: Owner) -> None:
-        if owner.connector is not None and owner.peer is not None:
-            owner.connector.disconnect(owner.peer)
-        owner.connector = owner.peer = owner.descriptor = None
 
     # CLAIM
 
@@ -264,7 +193,7 @@ class Puller:
         if theirs is None or (claimed.instance, claimed.generation) != (theirs.instance, theirs.generation):
             if pull.times_greeted > 1:
                 raise HandshakeError("the owner's regions change faster than they can be read; ask again")
-            self._disconnect(pull.owner)
+            self._owners.disconnect(pull.owner)
             self._greet_or_claim(pull)
             return
         now = time.monotonic()
@@ -431,14 +360,17 @@ class Puller:
 
     def _forget(self, pull: ActivePull) -> None:
         """It is over: tell the owner, so that it frees the blocks."""
+        owner = pull.owner
         self._pulls.pop(pull.spec.request_id, None)
-        pull.owner.pulls.discard(pull)
-        if pull.has_claimed and self._owners.get((pull.spec.host, pull.spec.port)) is pull.owner:
+        owner.pulls.discard(pull)
+        if pull.has_claimed and self._owners.is_kept(owner):
             release = Release(sequence=0, request_id=pull.spec.remote_request_id, reader=self._side.reader_name)
             try:
-                pull.owner.link.tell(release)
+                owner.link.tell(release)
             except HandshakeError as error:
                 logger.warning("request %s stays held until its lease ends: %s", release.request_id, error)
+        if owner.descriptor is None and not owner.pulls:
+            self._owners.remove(owner)
 
     def _span(self, pull: ActivePull, name: str, now: float | None = None) -> None:
         now = now if now is not None else time.monotonic()

@@ -126,3 +126,13 @@ def test_an_idle_pair_uses_no_processor_time(start_engines: StartEngines) -> Non
     assert not any(reader.events(0.5).values())
     assert owner.cpu_s() - before[0] < 0.05
     assert reader.cpu_s() - before[1] < 0.05
+
+
+def test_over_a_transport_that_needs_the_owners_help(start_engines: StartEngines) -> None:
+    """Over TCP the owner's side of the library takes part in every READ: it progresses while it is being read."""
+    environ = {"UCX_TLS": "tcp,self"}
+    owner, reader = start_engines(
+        EngineConfig("prefill", settings=VERIFY, environ=environ), EngineConfig("decode", environ=environ)
+    )
+    for seed in (1, 2):
+        hand_off(owner, reader, 1000, seed)

@@ -99,6 +99,8 @@ def test_a_reader_that_gives_up_takes_its_parked_claim_along() -> None:
     table = Table()
     table.claim(b"x", claim(), 0.0)
     assert not table.release("r", "reader")
+    (answer,) = table.answers()
+    assert isinstance(answer, Refused)
     table.add(hold(), 1.0)
     assert table.answers() == []
     assert not table.is_being_read

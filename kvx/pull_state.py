@@ -1,0 +1,57 @@
+"""The records of the reader's side: a pull on its way, and the engine that it reads from. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvx.connector import Connector, Transfer
+from kvx.engine_side import Pull
+from kvx.errors import KVXError
+from kvx.peer import Peer, PeerDescriptor
+from kvx.plan import Runs
+from kvx.sidechannel import Link
+
+
+@dataclass(eq=False)
+class Owner:
+    """All that is known about one engine that we read from: its link, its descriptor, its connector's peer."""
+
+    link: Link
+    descriptor: PeerDescriptor | None = None
+    connector: Connector | None = None
+    peer: Peer | None = None
+    is_greeting: bool = False
+    pulls: set[ActivePull] = field(default_factory=set)
+
+    @property
+    def is_connected(self) -> bool:
+        return self.descriptor is not None and self.peer is not None and self.peer.connected
+
+
+class Phase(StrEnum):
+    GREET = "greet"
+    CLAIM = "claim"
+    MOVE = "move"
+    CHECK = "check"
+
+
+@dataclass(eq=False)
+class ActivePull:
+    """One pull on its way. Times are monotonic; `kept_until` is our own clock's bound on the owner's lease."""
+
+    spec: Pull
+    owner: Owner
+    started: float
+    deadline: float
+    phase: Phase = Phase.GREET
+    claim_sent: float = 0.0
+    kept_until: float = 0.0
+    has_claimed: bool = False
+    times_greeted: int = 0
+    transfers: list[Transfer] = field(default_factory=list)
+    cause: KVXError | None = None
+    moved: Runs = field(default_factory=Runs.empty)
+    pieces: list[Runs] = field(default_factory=list)
+    spans_s: dict[str, float] = field(default_factory=dict)
+    span_started: float = 0.0
