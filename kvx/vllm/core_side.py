@@ -52,10 +52,8 @@ def _start_growing(original: Any, core: Any, vllm_config: Any) -> Any:
     finally:
         _planning = False
     measurements: list[measure.Measurement] = core.collective_rpc("kvx_measure", args=(fixed,))
-    final = min(measurement.final_blocks for measurement in measurements)
+    final = min(measurement.sizing.num_blocks for measurement in measurements)
     core.collective_rpc("kvx_extend", args=(final,))
-    for rank, measurement in enumerate(measurements):
-        logger.info("kvx: rank %d measured\n%s", rank, measurement.ledger_text)
     _adopt(vllm_config, scheduler_config, final)
     return scheduler_config
 

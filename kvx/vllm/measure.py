@@ -20,6 +20,7 @@ from .. import sizing
 from ..cache import ExtensibleKVCache
 from ..drivers.host_memory import read_host_memory, resident_bytes
 from ..errors import SizingError
+from ..sizing import Sizing
 
 logger = logging.getLogger("vllm.kvx")
 
@@ -45,12 +46,10 @@ class StartPoint:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One rank's measurement; `ledger` has a row `{"consumer", "bytes"}` per consumer."""
+    """One rank's own count and ledger, and whether an option fixed the size or limited it."""
 
-    final_blocks: int
+    sizing: Sizing
     explicit_size: bool
-    ledger: tuple[dict[str, Any], ...]
-    ledger_text: str
 
 
 def start_point() -> StartPoint:
@@ -110,7 +109,7 @@ def warm_up_and_measure(
     for warning in result.warnings:
         logger.warning("kvx: %s", warning)
     explicit = fixed_blocks is not None or vllm_config.cache_config.kv_cache_memory_bytes is not None
-    return Measurement(result.num_blocks, explicit, tuple(result.ledger.as_dicts()), result.ledger.table())
+    return Measurement(result, explicit)
 
 
 def _budget(vllm_config: Any, start: StartPoint) -> sizing.Budget:

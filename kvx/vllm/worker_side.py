@@ -16,6 +16,7 @@ from ..cache import ExtensibleKVCache
 from ..drivers.base import Driver
 from ..drivers.host import HostDriver
 from ..errors import EngineError
+from ..sizing import agreed_count
 from . import activation, allocation, measure
 
 logger = logging.getLogger("vllm.kvx")
@@ -72,6 +73,10 @@ class WorkerSeam:
     def extend(self, final_blocks: int) -> None:
         """Grow to the final count, then let vLLM build and register the bridge over the grown cache."""
         cache = self.require_cache()
+        assert self.measurement is not None, "the engine core measures before it extends"
+        agreed = agreed_count(self.measurement.sizing, final_blocks, cache.table)
+        self.measurement = measure.Measurement(agreed, self.measurement.explicit_size)
+        logger.info("kvx: %d blocks after warm-up; where the memory went:\n%s", final_blocks, agreed.ledger.table())
         cache.extend_kv_cache(final_blocks)
         self.kv_cache_config.num_blocks = final_blocks
         self.worker.cache_config.num_gpu_blocks = final_blocks
@@ -98,7 +103,7 @@ class WorkerSeam:
             "registered_bytes": sum(region.nbytes for region in cache.regions()),
             "connector_opened_after_extend": timeline.get("open", 0.0) > timeline["extend"],
             "explicit_size": measurement is None or measurement.explicit_size,
-            "ledger": [] if measurement is None else list(measurement.ledger),
+            "ledger": [] if measurement is None else measurement.sizing.ledger.as_dicts(),
             "timeline": [[e.name, e.start_s, e.duration_s] for e in cache.events],
         }
 
