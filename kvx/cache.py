@@ -124,6 +124,19 @@ class ExtensibleKVCache:
             base_address=self.base_address, capacity_blocks=self.capacity_blocks,
         )  # fmt: skip
 
+    def committed_range(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
+        """Bytes of the buffer, int8 [nbytes], that a copy may touch: `LayoutError` unless one mapping holds them all.
+
+        For copies that are not by block. A queued copy that meets an address without memory ends the process.
+        """
+        start = self.base_address + offset_bytes
+        if nbytes <= 0 or not any(m.address <= start and start + nbytes <= m.end for m in self.mappings):
+            raise LayoutError(
+                f"{nbytes} bytes at {offset_bytes} are not inside one mapping of a cache that is {self.state} with "
+                f"{self.committed_blocks} committed blocks; touching them would end the process"
+            )
+        return self.buffer[offset_bytes : offset_bytes + nbytes]
+
     def check_block_ids(self, block_ids: Iterable[int] | NDArray[np.integer]) -> None:
         """Raises `LayoutError` with the first id outside the committed blocks. For every list that enters a copy."""
         ids = np.asarray(block_ids if isinstance(block_ids, np.ndarray) else list(block_ids))
@@ -282,8 +295,6 @@ class ExtensibleKVCache:
         on them dies (a view that somebody kept stays readable until then). Idempotent; after an error, call it again.
         """
         self._close_opened()
-        if self.state not in (CacheState.NEW, CacheState.CLOSED):
-            self._driver.synchronize()
         self.state = CacheState.CLOSED
         self.committed_blocks = 0
         self._views = ()
@@ -342,10 +353,12 @@ class ExtensibleKVCache:
         if self._driver.allocations_are_zero:
             return
         with self._timed("zero"):
-            for segment in self._segments():
-                start = segment.offset_bytes
-                self.buffer[start : start + self._committed(segment, num_blocks)].zero_()
-            self._driver.synchronize()
+            try:
+                for segment in self._segments():
+                    part = slice(segment.offset_bytes, segment.offset_bytes + self._committed(segment, num_blocks))
+                    self.buffer[part].view(torch.int64).zero_()  # a GPU fills wide elements faster than bytes
+            finally:
+                self._driver.synchronize()  # also after an error: what is queued must not find its memory unmapped
 
     def _push_state(self, transaction: Transaction) -> None:
         before = (self.state, self.committed_blocks, self.final_blocks)

@@ -6,6 +6,7 @@ KVXError
  +- CacheStateError                    a cache call in a state that does not allow it
  +- DriverError                        a memory call failed: `call`, `code`, `name`
  |   +- OutOfDeviceMemory (MemoryError)    the device (or this process's memory limit) has no room for it
+ |   +- DriverUnavailable                  the device's library is missing or too old: `hint` says what to do
  +- ConnectorError                     anything a transfer connector could not do
  |   +- ConnectorUnavailable (ImportError)  its library is not installed: `hint` says what to install
  |   +- ConnectorStateError            a connector call in a state that does not allow it
@@ -49,6 +50,15 @@ class DriverError(KVXError):
 
 class OutOfDeviceMemory(DriverError, MemoryError):
     """The device, or this process's memory limit, has no room for the allocation."""
+
+
+class DriverUnavailable(DriverError):
+    """A device's library is missing, too old, or knows no such device; `hint` says what to do."""
+
+    def __init__(self, call: str, found: str, hint: str) -> None:
+        KVXError.__init__(self, f"{call}: {found}; to use the device: {hint}")
+        self.call, self.code, self.name = call, 0, found
+        self.hint = hint
 
 
 class ConnectorError(KVXError):

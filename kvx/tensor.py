@@ -18,8 +18,6 @@ from kvx.errors import LayoutError
 from kvx.spec import CacheGeometry
 from kvx.vmm import Reservation, Transaction
 
-_DEVICE_TYPES = {"cpu": 1, "cuda": 2}  # DLDeviceType
-
 
 class _ManagedTensor(ctypes.Structure):
     """DLManagedTensor of DLPack 0.x, which every consumer reads; its DLTensor is written out in place."""
@@ -56,8 +54,11 @@ _deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_forget)
 def _leave_to_the_kernel() -> None:
     for managed, _, _ in _alive.values():
         managed.deleter = None
+        _keep_for_ever(managed)  # its tensor may die after this module has, and will look into it
 
 
+_keep_for_ever = ctypes.pythonapi.Py_IncRef
+_keep_for_ever.argtypes = [ctypes.py_object]
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -65,11 +66,16 @@ _CAPSULE_NAME = b"dltensor"  # the capsule keeps the pointer: this object must n
 
 
 def tensor_over(reservation: Reservation) -> torch.Tensor:
-    """A flat int8 tensor [nbytes] over the whole reservation; only its committed bytes may be touched."""
-    kind, _, index = reservation.driver.device.partition(":")
+    """A flat int8 tensor [nbytes] over the whole reservation; only its committed bytes may be touched.
+
+    DLPack does not look at the memory, so there need not be any yet. `__cuda_array_interface__` and Triton do: a view
+    may go there once its first byte is committed.
+    """
+    driver = reservation.driver
+    _, _, index = driver.device.partition(":")
     shape = (ctypes.c_int64 * 1)(reservation.nbytes)
     managed = _ManagedTensor(
-        data=reservation.address, device_type=_DEVICE_TYPES[kind], device_id=int(index or 0),
+        data=reservation.address, device_type=driver.dlpack_device_type, device_id=int(index or 0),
         ndim=1, type_code=0, type_bits=8, type_lanes=1, shape=shape, deleter=ctypes.cast(_deleter, ctypes.c_void_p),
     )  # fmt: skip
     address = ctypes.addressof(managed)
@@ -111,8 +117,8 @@ def _copy_into(scratch: Reservation, content: torch.Tensor) -> None:
         copy[: content.numel()].copy_(content)
         if not scratch.driver.allocations_are_zero:
             copy[content.numel() :].zero_()
-        scratch.driver.synchronize()
     finally:
+        scratch.driver.synchronize()  # also after an error: what was queued must not find its memory unmapped
         del copy, content  # an error's traceback would keep them, and with them the memory
 
 

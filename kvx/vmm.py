@@ -121,6 +121,8 @@ class Reservation:
                 self._release_now()
 
     def _release_now(self) -> None:
+        if self._bound:
+            self.driver.synchronize()  # a tensor may die before the work that was queued on it has run
         for offset in sorted(self._bound):
             self.drop(offset)
         self.release_parked()

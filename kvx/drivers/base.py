@@ -37,6 +37,8 @@ class Driver(ABC):
     """The smallest unit that `map` binds; offsets and sizes of every call are multiples of it."""
     allocations_are_zero: bool
     """True when fresh allocations read as zeros, so that nobody has to write zeros over them."""
+    dlpack_device_type: int = 1
+    """DLPack's number for this kind of device: 1 is the host, 2 CUDA, 10 ROCm."""
 
     @abstractmethod
     def reserve(self, nbytes: int) -> int:

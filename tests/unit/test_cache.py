@@ -277,6 +277,27 @@ def test_an_extend_is_not_begun_when_a_connector_does_not_drain(driver: FaultyDr
     assert not any(connector.is_open for connector in connectors)
 
 
+def test_bytes_for_a_copy_are_committed_or_refused(driver: FaultyDriver) -> None:
+    cache = ExtensibleKVCache(driver, big_table(GRANULE))
+    cache.open()
+    with pytest.raises(LayoutError, match="RESERVED with 0 committed blocks"):
+        cache.committed_range(0, 1)
+    cache.commit(5)  # two granules of each segment
+    assert tuple(cache.committed_range(GRANULE, GRANULE).shape) == (GRANULE,)
+    second = 16 * GRANULE
+    for offset, nbytes in ((0, 2 * GRANULE + 1), (-1, 2), (second - 1, 2), (2 * GRANULE, 1), (0, 0), (0, -1)):
+        with pytest.raises(LayoutError, match="not inside one mapping"):
+            cache.committed_range(offset, nbytes)
+    cache.extend_kv_cache(64)
+    with pytest.raises(LayoutError, match="not inside one mapping"):
+        cache.committed_range(0, second + 1)
+    cache.committed_range(0, second).copy_(torch.ones(second, dtype=torch.int8))
+    cache.sleep()
+    with pytest.raises(LayoutError, match="ASLEEP"):
+        cache.committed_range(0, 1)
+    cache.close()
+
+
 # -- a fault at each driver call in turn -----------------------------------------------------------------------------
 
 
