@@ -1,0 +1,278 @@
+"""The reader's state machine with the owner and the transfer library played by the test."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+from fake_connector import BASE, FakeConnector, region
+from test_handshake import GROUP, INFO
+
+from kvx import pulls
+from kvx.connector import Transfer
+from kvx.engine_side import EngineSide, HandoffEvents, HandoffSettings, Pull
+from kvx.geometry import HeadRange
+from kvx.handshake import Claim, Claimed, Hello, Message, Refused, Release, Reply, welcome
+from kvx.peer import PeerDescriptor
+from kvx.pulls import Puller
+
+# One layer, one head: block b is bytes [b * 512, (b + 1) * 512), 16 tokens of 32 bytes.
+LAYER = dataclasses.replace(
+    GROUP, layers=("a",), layer_offsets_bytes=(0,), block_stride_bytes=512, kernel_block_stride_bytes=512,
+    heads=HeadRange(0, 1, 1),
+)  # fmt: skip
+SETTINGS = HandoffSettings(transfer_deadline_s=5.0)
+
+
+class FakeLink:
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port, self.is_closed = host, port, False
+        self.asked: list[tuple[Message, Any]] = []
+        self.told: list[Message] = []
+
+    def ask(self, message: Message, on_reply: Any) -> None:
+        self.asked.append((message, on_reply))
+
+    def tell(self, message: Message) -> None:
+        self.told.append(message)
+
+    def answer(self, kind: type[Message], reply: Reply) -> None:
+        """Answer the one question of that kind."""
+        (found,) = [item for item in self.asked if isinstance(item[0], kind)]
+        self.asked.remove(found)
+        found[1](reply)
+
+
+class Pair:
+    """A puller and the owner that the test plays."""
+
+    def __init__(self) -> None:
+        self.connector = FakeConnector()
+        self.connector.open([region(0, 100 * 512)], 1)
+        self.side = EngineSide(SETTINGS, INFO, [self.connector], post=lambda note: note())
+        self.side.update([LAYER], {}, 100, 1, "LBHNC")
+        self.links: list[FakeLink] = []
+        self.puller = Puller(self.side, self._open_link, self._close_link)  # type: ignore[arg-type]
+        theirs = FakeConnector()
+        theirs.open([region(0, 100 * 512, base=2 * BASE)], 1)
+        self.theirs = PeerDescriptor(
+            info=INFO, instance="i", generation=1, layout="LBHNC", groups=(LAYER,), num_blocks=100, digests=False,
+            connectors={"fake": theirs.metadata()},
+        )  # fmt: skip
+
+    @property
+    def link(self) -> FakeLink:
+        return self.links[-1]
+
+    def start(self, **fields: Any) -> None:
+        given = {"request_id": "r", "remote_request_id": "theirs", "remote_engine_id": "e", "host": "h", "port": 1,
+                 "blocks": [[7, 8]], "first_token": 0, "num_tokens": 32, **fields}  # fmt: skip
+        self.puller.start(Pull(**given), time.monotonic())
+
+    def welcome(self) -> None:
+        self.link.answer(Hello, welcome(1, self.theirs))
+
+    def claimed(self, left_s: float = 30.0, **fields: Any) -> None:
+        given = {"instance": "i", "generation": 1, "blocks": [[3, 5]], "num_tokens": 32, **fields}
+        self.link.answer(Claim, Claimed(sequence=1, request_id="theirs", left_s=left_s, **given))
+
+    def moving(self, **fields: Any) -> Transfer:
+        self.start(**fields)
+        self.welcome()
+        self.claimed()
+        return self.transfer
+
+    @property
+    def transfer(self) -> Transfer:
+        (pending,) = self.connector._pending
+        return pending
+
+    def finish(self, transfer: Transfer) -> None:
+        self.connector.done.add(transfer)
+        for finished in self.connector.poll().finished:
+            self.puller.on_transfer(finished)
+
+    def events(self) -> HandoffEvents:
+        return self.side.outbox.take()
+
+    def failure(self) -> str:
+        events = self.events()
+        assert events.received == frozenset()
+        return dict(events.failed)["r"]
+
+    def _open_link(self, host: str, port: int) -> FakeLink:
+        self.links.append(FakeLink(host, port))
+        return self.links[-1]
+
+    def _close_link(self, link: FakeLink) -> None:
+        assert not link.is_closed
+        link.is_closed = True
+
+
+def test_the_whole_way() -> None:
+    pair = Pair()
+    transfer = pair.moving()
+    assert pair.events() == HandoffEvents()
+    assert pair.puller.is_moving
+    (copies,) = pair.connector.copies
+    assert (copies.remote - 2 * BASE).tolist() == [3 * 512, 5 * 512]
+    assert (copies.local - BASE).tolist() == [7 * 512, 8 * 512]
+    pair.finish(transfer)
+    assert pair.events().received == {"r"}
+    assert pair.link.told == [Release(sequence=0, request_id="theirs", reader=pair.side.reader_name)]
+    assert pair.side.metrics.blocks == 2
+    pair.start(request_id="again")
+    assert isinstance(pair.link.asked[0][0], Claim), "hands are shaken once"
+
+
+def test_blocks_are_the_owners_and_only_wanted_positions_move() -> None:
+    pair = Pair()
+    pair.moving(blocks=[[-1, 8]], first_token=16, num_tokens=16)
+    (copies,) = pair.connector.copies
+    assert (copies.remote - 2 * BASE).tolist() == [5 * 512]
+    assert (copies.local - BASE).tolist() == [8 * 512]
+
+
+def test_what_was_read_after_the_lease_is_not_used() -> None:
+    pair = Pair()
+    pair.start()
+    pair.welcome()
+    pair.claimed(left_s=0.05)
+    assert pair.transfer.deadline_s <= 0.05
+    time.sleep(0.06)
+    pair.connector.done.add(pair.transfer)
+    transfer = pair.transfer
+    pair.connector._finish(transfer, pulls.TransferState.DONE)  # the library says so, too late
+    pair.puller.on_transfer(pair.connector.poll().finished[0])
+    assert "lease ended before everything was read" in pair.failure()
+
+
+def test_a_cancelled_pull_ends_when_its_memory_is_safe() -> None:
+    pair = Pair()
+    transfer = pair.moving()
+    pair.puller.cancel("r")
+    assert pair.events() == HandoffEvents()
+    pair.finish(transfer)
+    assert "cancelled by the engine" in pair.failure()
+    assert len(pair.link.told) == 1
+
+
+def test_a_lost_owner_fails_what_waits_and_drains_what_moves() -> None:
+    pair = Pair()
+    transfer = pair.moving()
+    pair.start(request_id="waiting")
+    pair.puller.on_link_lost(pair.link)  # type: ignore[arg-type]
+    assert "closed its side channel" in dict(pair.events().failed)["waiting"]
+    pair.finish(transfer)
+    assert "closed its side channel" in pair.failure()
+    assert pair.links[0].is_closed
+    pair.start()
+    assert len(pair.links) == 2, "it may be another engine now: hands are shaken again"
+
+
+def test_another_generation_is_greeted_again_but_not_for_ever() -> None:
+    pair = Pair()
+    pair.start()
+    pair.welcome()
+    pair.claimed(generation=2)
+    pair.theirs = dataclasses.replace(pair.theirs, generation=2)
+    pair.welcome()
+    pair.claimed(generation=3)
+    assert "change faster than they can be read" in pair.failure()
+    pair.start()
+    pair.claimed(generation=2)
+    assert pair.puller.is_moving
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        ({"num_tokens": 31}, "is held with 31 tokens, tokens up to 32 were asked for"),
+        ({"blocks": [[3, 100]]}, "100"),
+        ({"blocks": [[3, -1]]}, "differs"),
+        ({"blocks": [[3]]}, "differs"),
+        ({"blocks": [[3, 5], []]}, "layer groups of the held blocks differs"),
+    ],
+)
+def test_what_the_owner_says_is_checked(answer: dict[str, Any], cause: str) -> None:
+    pair = Pair()
+    pair.start()
+    pair.welcome()
+    pair.claimed(**answer)
+    assert cause in pair.failure()
+    assert pair.connector.copies == []
+    assert pair.link.told, "and the owner may free the blocks"
+
+
+def test_refusals_and_nonsense_fail_the_pull() -> None:
+    pair = Pair()
+    pair.start()
+    pair.link.answer(Hello, Refused(sequence=1, reason="not ready"))
+    assert "the owner refused: not ready" in pair.failure()
+    assert pair.links[0].is_closed, "an engine that never answered well is not kept"
+    pair.start()
+    pair.link.answer(Hello, Claimed(sequence=1, request_id="r", instance="i", generation=1, blocks=[], num_tokens=0,
+                                    left_s=0.0))  # fmt: skip
+    assert "it sent Claimed" in pair.failure()
+
+
+def test_nothing_to_move_is_received_at_once() -> None:
+    pair = Pair()
+    pair.start(blocks=[[-1, -1]])
+    pair.welcome()
+    pair.claimed()
+    assert pair.events().received == {"r"}
+
+
+def test_deadlines_of_words_are_kept_here() -> None:
+    pair = Pair()
+    pair.start()
+    pair.puller.tick(time.monotonic() + 4.9)
+    assert pair.events() == HandoffEvents()
+    pair.puller.tick(time.monotonic() + 5.1)
+    assert "no answer to greet from engine h:1 within 5 s" in pair.failure()
+    assert pair.puller.next_time() is None
+
+
+def test_large_pulls_move_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "MOVE_BYTES", 1024)
+    pair = Pair()
+    pair.start(blocks=[[10, 12, 14, 16, 18]], num_tokens=80)
+    pair.welcome()
+    pair.claimed(blocks=[[0, 5, 1, 6, 2]], num_tokens=80)
+    sizes = []
+    while pair.puller.is_moving:
+        sizes.append(pair.transfer.nbytes)
+        pair.finish(pair.transfer)
+    assert sizes == [1024, 1024, 512]
+    assert pair.events().received == {"r"}
+    assert pair.side.metrics.bytes == 2560
+
+
+def test_the_same_request_twice_and_an_unexpected_error_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    pair.start(request_id="first")
+    pair.start(request_id="first")
+    assert "being pulled already" in dict(pair.events().failed)["first"]
+    pair.start()
+    monkeypatch.setattr(pulls, "plan", lambda *arguments, **named: 1 / 0)
+    pair.welcome()
+    claims = list(pair.link.asked)
+    for message, on_reply in claims:
+        assert isinstance(message, Claim)
+        on_reply(Claimed(sequence=1, request_id="theirs", left_s=9.0, instance="i", generation=1, blocks=[[3, 5]],
+                         num_tokens=32))  # fmt: skip
+    failed = pair.events().failed
+    assert set(failed) == {"first", "r"}
+    assert "internal error: ZeroDivisionError" in failed["r"]
+    assert pair.side.metrics.internal_errors == 2
+
+
+def test_closing_fails_what_is_left() -> None:
+    pair = Pair()
+    pair.start()
+    pair.puller.close()
+    assert pair.failure() == "the hand-off was closed"
+    assert pair.links[0].is_closed
