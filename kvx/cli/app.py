@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,7 +89,7 @@ def verify_command(
         _require_writable(report)
     run = _run_settings(model, connector, dtype, block_size, max_model_len, kv_space, explicit_size, layout, first_port)
     settings = VerifySettings(
-        run=run,
+        run=replace(run, inject=inject),
         problems=problems,
         shots=examples,
         max_tokens=max_tokens,

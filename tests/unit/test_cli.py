@@ -1,5 +1,6 @@
 """Bad input to the command: one clear sentence, a non-zero status, and no engine is ever started."""
 
+import json
 import re
 import socket
 import sys
@@ -7,6 +8,11 @@ import sys
 import pytest
 
 from kvx.cli import app, main
+from kvx.errors import EngineError
+from kvx.verify.bench import BenchSettings
+from kvx.verify.engines import RunSettings
+from kvx.verify.questions import own_problems, own_shots
+from kvx.verify.runner import VerifySettings
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +128,75 @@ def test_unknown_injection_and_impossible_lengths_are_usage_errors(kvx, model):
     code, said = kvx("bench", "pd", "--prompt-tokens", "4000")
     assert code == 2
     assert "--max-model-len" in said
+
+
+def test_every_option_of_verify_reaches_the_run(kvx, model, monkeypatch, tmp_path):
+    seen = []
+
+    def verify(settings, _progress):
+        seen.append(settings)
+        raise EngineError("stop here")
+
+    monkeypatch.setattr(app, "verify", verify)
+    options = "--connector nixl --limit 5 --shots 2 --max-tokens 7 --concurrency 3 --no-judge-answers --inject stale"
+    options += " --dtype bfloat16 --block-size 32 --max-model-len 512 --kv-space 3 --explicit-size 40 --layout HND"
+    options += f" --logs {tmp_path / 'logs'}"
+    require_sentence(kvx("verify", "--model", model, *options.split()), "stop here")
+    (settings,) = seen
+    assert settings == VerifySettings(
+        run=RunSettings(
+            model=model,
+            connectors=("nixl",),
+            dtype="bfloat16",
+            block_size_tokens=32,
+            max_model_len_tokens=512,
+            kv_space_gib=3,
+            explicit_blocks=40,
+            layout="HND",
+            inject="stale",
+        ),
+        problems=own_problems()[:5],
+        shots=own_shots()[:2],
+        max_tokens=7,
+        concurrency=3,
+        judge_answers=False,
+        logs=tmp_path / "logs",
+    )
+
+
+def test_every_option_of_bench_reaches_the_run(kvx, model, monkeypatch):
+    seen = []
+
+    def bench_pd(settings, _progress):
+        seen.append(settings)
+        raise EngineError("stop here")
+
+    monkeypatch.setattr(app, "bench_pd", bench_pd)
+    options = "--pairs 2 --requests 3 --prompt-tokens 50 --new-tokens 4 --kv-space 0 --explicit-size 40"
+    require_sentence(kvx("bench", "pd", "--model", model, *options.split()), "stop here")
+    run = RunSettings(model=model, explicit_blocks=40, kv_space_gib=None)
+    assert seen == [BenchSettings(run=run, pairs=2, requests=3, prompt_tokens=50, new_tokens=4)]
+
+
+def test_status_follows_the_verdict_and_the_report_is_written(kvx, model, monkeypatch, tmp_path):
+    found = {
+        "questions": 1,
+        "identical": 1,
+        "accuracy": {"baseline": 1.0, "candidate": 1.0},
+        "transfer": {"bytes": 1, "blocks": 1},
+        "memory": {"peak_bytes": 1},
+        "duration_s": 1.0,
+        "differences": [],
+        "conditions": [{"name": "no fallbacks", "holds": True, "detail": "0"}],
+    }
+    monkeypatch.setattr(app, "verify", lambda _settings, _progress: found)
+    for passed, status in ((True, 0), (False, 1)):
+        found["passed"] = passed
+        code, said = kvx("verify", "--model", model, "--report", tmp_path / "r.json")
+        assert code == status
+        assert "1 of 1 identical" in said
+        assert ("not every condition holds" in said) is not passed
+        assert json.loads((tmp_path / "r.json").read_text()) == found
 
 
 def test_missing_extra_says_what_to_install(kvx, monkeypatch):
