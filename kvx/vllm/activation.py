@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..sizing import STOCK_UTILIZATION
+
 BRIDGE = "KvxConnector"
 SWITCH = "kvx"
+UTILIZATION_ENVIRONMENT = "KVX_UTILIZATION_GIVEN"
 
 #: Attention backends that keep no state sized by the whole cache, so that the cache may grow under them.
 GROWABLE_BACKENDS = frozenset(
@@ -43,6 +47,25 @@ def settings_of(vllm_config: Any) -> Mapping[str, Any]:
     return vllm_config.kv_transfer_config.kv_connector_extra_config or {}
 
 
+def note_utilization(original: Any, arguments: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `EngineArgs.create_engine_config`, the last place where a share that the user gave can be told apart.
+
+    vLLM's default is a number like any other, so a share counts as given when it is not that number, or when the
+    command line names the option. Engine processes inherit what is found here through the environment.
+    """
+    given = arguments.gpu_memory_utilization != STOCK_UTILIZATION or any(
+        word.split("=")[0].replace("_", "-") == "--gpu-memory-utilization" for word in sys.argv
+    )
+    os.environ[UTILIZATION_ENVIRONMENT] = "1" if given else "0"
+    return original(arguments, *args, **kwargs)
+
+
+def explicit_utilization(vllm_config: Any) -> float | None:
+    """The share of a GPU's memory that the user gave; None where nobody gave one."""
+    share: float = vllm_config.cache_config.gpu_memory_utilization
+    return share if os.environ.get(UTILIZATION_ENVIRONMENT) == "1" else None
+
+
 def reason_for_stock(vllm_config: Any, probes: Iterable[Probe]) -> str | None:
     """One sentence when this engine must keep vLLM's own allocation, None when the cache may grow."""
     transfer = vllm_config.kv_transfer_config
@@ -56,7 +79,7 @@ def reason_for_stock(vllm_config: Any, probes: Iterable[Probe]) -> str | None:
     if os.environ.get("VLLM_ENABLE_STARTUP_PLAN"):
         return "kvx keeps vLLM's own KV cache: VLLM_ENABLE_STARTUP_PLAN fixes its size before warm-up."
     for probe in probes:
-        if probe.device_type != "cpu":
+        if probe.device_type not in ("cpu", "cuda"):
             return f"kvx keeps vLLM's own KV cache: it has no memory driver for the device {probe.device_type!r} yet."
         unknown = sorted(set(probe.backends) - GROWABLE_BACKENDS)
         if unknown:

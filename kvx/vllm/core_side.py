@@ -6,7 +6,8 @@ import logging
 from typing import Any
 
 from ..errors import EngineError
-from . import activation, allocation, compat, measure
+from . import activation, allocation, compat
+from .device import GRANULARITY_BYTES, Measurement
 
 logger = logging.getLogger("vllm.kvx")
 
@@ -51,7 +52,7 @@ def _start_growing(original: Any, core: Any, vllm_config: Any) -> Any:
         scheduler_config = original(core, vllm_config)
     finally:
         _planning = False
-    measurements: list[measure.Measurement] = core.collective_rpc("kvx_measure", args=(fixed,))
+    measurements: list[Measurement] = core.collective_rpc("kvx_measure", args=(fixed,))
     final = min(measurement.sizing.num_blocks for measurement in measurements)
     core.collective_rpc("kvx_extend", args=(final,))
     _adopt(vllm_config, scheduler_config, final)
@@ -66,7 +67,7 @@ def plan_capacity(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) ->
     configs = original(vllm_config, *args, **kwargs)
     if not _planning or not configs or not configs[0].kv_cache_tensors:
         return configs
-    capacity = max(allocation.aligned_capacity(config, measure.GRANULARITY_BYTES) for config in configs)
+    capacity = max(allocation.aligned_capacity(config, GRANULARITY_BYTES) for config in configs)
     cache_config = vllm_config.cache_config
     override = cache_config.num_gpu_blocks_override
     try:

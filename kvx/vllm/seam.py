@@ -49,10 +49,15 @@ TARGETS = (
     Target("vllm.v1.engine.core", "get_kv_cache_configs", _lazy("core_side", "plan_capacity")),
     Target("vllm.v1.engine.core", "update_kv_cache_capacity", _lazy("core_side", "update_capacity")),
     Target("vllm.v1.worker.cpu_worker", "CPUWorker.__init__", _lazy("worker_side", "construct_cpu_worker")),
+    Target("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _lazy("activation", "note_utilization")),
+    Target(WORKER_MODULE, "Worker.init_device", _lazy("worker_side", "init_gpu")),
+    Target(WORKER_MODULE, "request_memory", _lazy("worker_side", "request_memory")),
+    Target(WORKER_MODULE, "Worker.determine_available_memory", _lazy("worker_side", "determine_memory")),
+    Target("vllm.v1.worker.gpu.attn_utils", "allocate_kv_cache", _lazy("worker_side", "allocate")),
     Target(
         "vllm.v1.worker.cpu_worker",
         "CPUWorker.determine_available_memory",
-        _lazy("worker_side", "determine_cpu_memory"),
+        _lazy("worker_side", "determine_memory"),
     ),
     Target(
         "vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", _lazy("worker_side", "initialize_from_config")

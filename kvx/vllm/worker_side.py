@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ..cache import ExtensibleKVCache
-from ..drivers.base import Driver
-from ..drivers.host import HostDriver
 from ..errors import EngineError
 from ..sizing import agreed_count
-from . import activation, allocation, measure
+from . import activation, allocation
+from .device import DeviceSide, Measurement
+from .device_cpu import CpuSide
 
 logger = logging.getLogger("vllm.kvx")
 
@@ -41,24 +41,24 @@ def current_seam() -> WorkerSeam:
 class WorkerSeam:
     """One worker's extensible cache, from the plan to the extend."""
 
-    def __init__(self, worker: Any, driver: Driver) -> None:
+    def __init__(self, worker: Any, device: DeviceSide) -> None:
         self.worker = worker
-        self.driver = driver
+        self.device = device
         self.cache: ExtensibleKVCache | None = None
         self.views: dict[str, torch.Tensor] = {}
         self.kv_cache_config: Any = None
         self.blocks_at_warmup = 0
         self.base_address_at_warmup = 0
-        self.measurement: measure.Measurement | None = None
-        self.start: measure.StartPoint = measure.start_point()
+        self.measurement: Measurement | None = None
         self.allocating = False
 
     def allocate(self, kv_cache_config: Any, layout: Any, kernel_block_sizes: list[int] | None) -> dict[str, Any]:
         """Reserve vLLM's whole plan, commit what warm-up addresses, and view it."""
-        table = allocation.segment_table(kv_cache_config, self.driver.granularity_bytes)
-        cache = ExtensibleKVCache(self.driver, table)
+        driver = self.device.driver()
+        table = allocation.segment_table(kv_cache_config, driver.granularity_bytes)
+        cache = ExtensibleKVCache(driver, table)
         cache.open()
-        self.blocks_at_warmup = min(measure.blocks_for_warmup(self.worker, kv_cache_config), table.capacity_blocks)
+        self.blocks_at_warmup = min(self.device.blocks_for_warmup(kv_cache_config), table.capacity_blocks)
         cache.commit(self.blocks_at_warmup)
         self.views = allocation.create_views(cache.buffer, kv_cache_config, layout, kernel_block_sizes)
         cache.set_views(list(self.views.values()))
@@ -75,19 +75,18 @@ class WorkerSeam:
         cache = self.require_cache()
         assert self.measurement is not None, "the engine core measures before it extends"
         agreed = agreed_count(self.measurement.sizing, final_blocks, cache.table)
-        self.measurement = measure.Measurement(agreed, self.measurement.explicit_size)
+        self.measurement = Measurement(agreed, self.measurement.explicit_size)
         logger.info("kvx: %d blocks after warm-up; where the memory went:\n%s", final_blocks, agreed.ledger.table())
         cache.extend_kv_cache(final_blocks)
         self.kv_cache_config.num_blocks = final_blocks
         self.worker.cache_config.num_gpu_blocks = final_blocks
         if self.worker.vllm_config.kv_transfer_config is None:
             return
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_initialized
 
         # The config from before vLLM added KV-sharing layers to it, which a connector must not see.
         ensure_kv_transfer_initialized(self.worker.vllm_config, self.kv_cache_config)
-        get_kv_transfer_group().register_kv_caches(self.views)
+        self.device.register(self.views)
 
     def report(self) -> dict[str, Any]:
         """The cache's numbers, in plain values: what `kvx verify` checks."""
@@ -137,17 +136,33 @@ def construct_cpu_worker(original: Any, worker: Any, vllm_config: Any, *args: An
         original(worker, vllm_config, *args, **kwargs)
     finally:
         cache_config.gpu_memory_utilization = fraction
-    worker.kvx_seam = _current = WorkerSeam(worker, HostDriver())
+    worker.kvx_seam = _current = WorkerSeam(worker, CpuSide(worker))
 
 
-def determine_cpu_memory(original: Any, worker: Any) -> int:
-    """Around `CPUWorker.determine_available_memory`: the bytes to plan the capacity with."""
+def init_gpu(original: Any, worker: Any) -> None:
+    """Around `Worker.init_device` (CPU workers have their own): the device side is there before memory is asked for."""
+    global _current
+    if activation.is_asked(worker.vllm_config) and worker.device_config.device_type == "cuda":
+        from .device_cuda import CudaSide
+
+        worker.kvx_seam = _current = WorkerSeam(worker, CudaSide(worker))
+    original(worker)
+
+
+def request_memory(original: Any, init_snapshot: Any, cache_config: Any, *args: Any, **kwargs: Any) -> int:
+    """Around `request_memory`: without a share from the user, all that is free, where vLLM takes 0.92 of the total."""
+    seam = _current
+    if seam is None or any(args) or any(kwargs.values()):
+        return int(original(init_snapshot, cache_config, *args, **kwargs))
+    return seam.device.requested_bytes(init_snapshot.free_memory, init_snapshot.total_memory)
+
+
+def determine_memory(original: Any, worker: Any) -> int:
+    """Around the workers' `determine_available_memory`: the bytes to plan the capacity with."""
     seam = _active_seam(worker)
     if seam is None:
         return int(original(worker))
-    if worker._should_warm_up_model():
-        worker.model_runner.warming_up_model()
-    return measure.capacity_bytes(worker.vllm_config, seam.start)
+    return seam.device.capacity_bytes(lambda: original(worker))
 
 
 def initialize_from_config(original: Any, worker: Any, kv_cache_config: Any) -> None:
@@ -206,15 +221,14 @@ def kvx_probe(worker: Any) -> activation.Probe:
 def kvx_keep_stock(worker: Any) -> None:
     """vLLM's own allocation for this worker."""
     global _current
+    current_seam().device.keep_stock()
     worker.kvx_seam = _current = None
 
 
-def kvx_measure(worker: Any, fixed_blocks: int | None) -> measure.Measurement:
+def kvx_measure(worker: Any, fixed_blocks: int | None) -> Measurement:
     """Warm up over the real views and measure what is left. On CPU vLLM has no such pass of its own."""
     seam = current_seam()
-    seam.measurement = measure.warm_up_and_measure(
-        worker, seam.require_cache(), seam.kv_cache_config, seam.start, fixed_blocks
-    )
+    seam.measurement = seam.device.measure(seam.require_cache(), seam.kv_cache_config, fixed_blocks)
     return seam.measurement
 
 
