@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 import kvx
+from kvx.cli import memory
+from kvx.cli.files import require_writable, write_json
 from kvx.cli.show import ConsoleProgress, show_bench, show_verify
-from kvx.errors import EngineError, KVXError
+from kvx.errors import KVXError
 from kvx.layout import KVCacheLayout, require_block_compact
 from kvx.registry import connector_class
 from kvx.servers import require_known_vllm
@@ -30,6 +31,8 @@ INJECTIONS = ("flip-byte", "swap-blocks", "stale")
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 bench_app = typer.Typer(no_args_is_help=True, help="Measure kvx beside what vLLM has on board.")
 app.add_typer(bench_app, name="bench")
+bench_app.command("extend")(memory.extend_command)
+bench_app.command("bandwidth")(memory.bandwidth_command)
 
 _out = Console()
 _progress = Console(stderr=True)
@@ -85,8 +88,7 @@ def verify_command(
     examples = load_problems(few_shot, shots) if few_shot is not None and shots else own_shots()[:shots]
     if inject is not None and inject not in INJECTIONS:
         raise typer.BadParameter(f"{inject!r} is none of {', '.join(INJECTIONS)}", param_hint="--inject")
-    if report is not None:
-        _require_writable(report)
+    require_writable(report)
     run = _run_settings(model, connector, dtype, block_size, max_model_len, kv_space, explicit_size, layout, first_port)
     settings = VerifySettings(
         run=replace(run, inject=inject),
@@ -99,7 +101,7 @@ def verify_command(
     )
     with ConsoleProgress(_progress) as progress:
         found = verify(settings, progress)
-    _write(report, found)
+    write_json(report, found)
     show_verify(_out, found)
     raise typer.Exit(0 if found["passed"] else FAILED)
 
@@ -126,15 +128,14 @@ def bench_pd_command(
     """Time to first token, between tokens and of the hand-off: a kvx pair beside a stock NixlConnector pair."""
     if prompt_tokens + new_tokens > max_model_len:
         raise typer.BadParameter("prompt and answer do not fit into --max-model-len", param_hint="--prompt-tokens")
-    if json_file is not None:
-        _require_writable(json_file)
+    require_writable(json_file)
     run = _run_settings(model, connector, dtype, block_size, max_model_len, kv_space, explicit_size, None, first_port)
     settings = BenchSettings(
         run=run, pairs=pairs, requests=requests, prompt_tokens=prompt_tokens, new_tokens=new_tokens, logs=logs
     )
     with ConsoleProgress(_progress) as progress:
         found = bench_pd(settings, progress)
-    _write(json_file, found)
+    write_json(json_file, found)
     show_bench(_out, found)
 
 
@@ -181,17 +182,3 @@ def _run_settings(
     )
     require_ports(run)
     return run
-
-
-def _require_writable(path: Path) -> None:
-    """Trigger of EngineError: the file cannot be written; better known before half an hour of work than after."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as error:
-        raise EngineError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def _write(path: Path | None, found: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
