@@ -19,7 +19,7 @@ __all__ = ["Mapping", "MemoryRegion", "View", "regions_of"]
 
 @dataclass(frozen=True)
 class Mapping:
-    """Bytes [address, address + nbytes) backed by one allocation; `handle` is what a driver can export."""
+    """Bytes [address, address + nbytes) backed by one allocation; `handle` is the driver's, which can export it."""
 
     address: int
     nbytes: int

@@ -88,7 +88,7 @@ class Reservation:
         """Maps an allocation at an offset."""
         address = self.address + offset_bytes
         self.driver.map(address, allocation)
-        mapping = Mapping(address, allocation.nbytes, allocation.id, self.driver.device)
+        mapping = Mapping(address, allocation.nbytes, allocation.id, self.driver.device, allocation)
         self._bound[offset_bytes] = (mapping, allocation)
 
     def unbind(self, offset_bytes: int) -> Allocation:
