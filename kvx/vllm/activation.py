@@ -14,10 +14,20 @@ BRIDGE = "KvxConnector"
 SWITCH = "kvx"
 UTILIZATION_ENVIRONMENT = "KVX_UTILIZATION_GIVEN"
 
-#: Attention backends that keep no state sized by the whole cache, so that the cache may grow under them.
-GROWABLE_BACKENDS = frozenset(
-    {"CPU_ATTN", "CPU_MLA", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA"}
-)
+#: Attention backends that keep no state sized by the whole cache, so that the cache may grow under them, each with the
+#: cache types that this holds for: quantised ones may come with scales for every token of the cache.
+_PLAIN = frozenset({"auto", "float32", "float16", "bfloat16"})
+_FP8 = _PLAIN | {"fp8", "fp8_e4m3", "fp8_e5m2"}
+GROWABLE = {
+    "CPU_ATTN": _PLAIN,
+    "CPU_MLA": _PLAIN,
+    "FLASH_ATTN": _FP8,
+    "FLASHINFER": _FP8,
+    "TRITON_ATTN": _PLAIN,
+    "FLASHMLA": _PLAIN,
+    "FLASH_ATTN_MLA": _PLAIN,
+    "TRITON_MLA": _PLAIN,
+}
 
 
 @dataclass(frozen=True)
@@ -74,17 +84,20 @@ def reason_for_stock(vllm_config: Any, probes: Iterable[Probe]) -> str | None:
             f"kvx keeps vLLM's own KV cache: the connector {transfer.kv_connector} registers the whole allocation, "
             f"which a growing cache does not have; use {BRIDGE} to have both."
         )
-    if os.environ.get("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"):
+    if vllm_config.parallel_config.enable_elastic_ep or os.environ.get("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"):
         return "kvx keeps vLLM's own KV cache: elastic expert parallelism sizes it before warm-up."
     if os.environ.get("VLLM_ENABLE_STARTUP_PLAN"):
         return "kvx keeps vLLM's own KV cache: VLLM_ENABLE_STARTUP_PLAN fixes its size before warm-up."
     for probe in probes:
         if probe.device_type not in ("cpu", "cuda"):
             return f"kvx keeps vLLM's own KV cache: it has no memory driver for the device {probe.device_type!r} yet."
-        unknown = sorted(set(probe.backends) - GROWABLE_BACKENDS)
+        if not probe.backends:
+            return "kvx keeps vLLM's own KV cache: this model has no attention layer whose cache could grow."
+        cache_dtype = vllm_config.cache_config.cache_dtype
+        unknown = [name for name in probe.backends if cache_dtype not in GROWABLE.get(name, ())]
         if unknown:
             return (
-                f"kvx keeps vLLM's own KV cache: the attention backend {', '.join(unknown)} is not known to work over "
-                f"a cache that grows (known: {', '.join(sorted(GROWABLE_BACKENDS))})."
+                f"kvx keeps vLLM's own KV cache: the attention backend {', '.join(unknown)} with a {cache_dtype} cache "
+                f"is not known to work over a cache that grows (known backends: {', '.join(sorted(GROWABLE))})."
             )
     return None

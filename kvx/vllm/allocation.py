@@ -18,28 +18,30 @@ def aligned_capacity(kv_cache_config: Any, granularity_bytes: int) -> int:
     return align_capacity(kv_cache_config.num_blocks, strides, granularity_bytes, up=True)
 
 
-def segment_table(kv_cache_config: Any, granularity_bytes: int) -> SegmentTable:
+def segment_table(kv_cache_config: Any, is_block_outermost: bool, granularity_bytes: int) -> SegmentTable:
     """Segments of vLLM's plan: one per layer where layers are outermost, one in all where blocks are.
 
     Groups overlay each other, so a segment that several groups name is one segment.
+
+    Raises:
+        LayoutError: groups that overlay each other with different block strides.
     """
-    capacity = kv_cache_config.num_blocks
-    found: dict[int, Segment] = {}
+    found: dict[int, int] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
-        block_outermost = tensor.block_stride > tensor.layer_stride and len(tensor.layers) > 1
-        layers = 1 if block_outermost else len(tensor.layers)
+        layers = 1 if is_block_outermost else len(tensor.layers)
         for index in range(layers):
-            offset = tensor.offset + index * tensor.layer_stride
-            segment = Segment(offset_bytes=offset, block_stride_bytes=tensor.block_stride, capacity_blocks=capacity)
-            if found.setdefault(offset, segment) != segment:
+            offset = 0 if is_block_outermost else tensor.offset + index * tensor.layer_stride
+            if found.setdefault(offset, tensor.block_stride) != tensor.block_stride:
                 raise LayoutError(
-                    f"two layer groups overlay byte {offset} with block strides {found[offset].block_stride_bytes} and "
+                    f"two layer groups overlay byte {offset} with block strides {found[offset]} and "
                     f"{tensor.block_stride}; kvx needs one stride for both"
                 )
-    segments = tuple(found[offset] for offset in sorted(found))
-    total_bytes = kv_cache_config.kv_cache_tensors[0].size
+    capacity = kv_cache_config.num_blocks
     return SegmentTable(
-        segments=segments, capacity_blocks=capacity, total_bytes=total_bytes, granularity_bytes=granularity_bytes
+        segments=tuple(Segment(offset, stride, capacity) for offset, stride in sorted(found.items())),
+        capacity_blocks=capacity,
+        total_bytes=kv_cache_config.kv_cache_tensors[0].size,
+        granularity_bytes=granularity_bytes,
     )
 
 
@@ -91,9 +93,9 @@ def group_geometries(
                 {name: views[name] for name in group.layer_names},
                 base_address=base_address,
                 capacity_blocks=capacity_blocks,
-                block_size_tokens=1 if kind is AttentionKind.RECURRENT else spec.block_size,
+                block_size_tokens=spec.block_size,
                 heads=_heads(kind, spec, tp_rank, tp_size, total_kv_heads),
-                dtype=str(spec.dtype).removeprefix("torch.") if hasattr(spec, "dtype") else "uint8",
+                dtype=str(spec.dtype).removeprefix("torch."),
                 sliding_window_tokens=getattr(spec, "sliding_window", None),
                 page_format=page_formats.get(group.layer_names[0]),
             )
@@ -120,7 +122,7 @@ def packed_page_formats(vllm_config: Any) -> dict[str, str]:
 
 def _heads(kind: AttentionKind, spec: Any, tp_rank: int, tp_size: int, total_kv_heads: int) -> HeadRange:
     """KV heads that this rank holds. With more ranks than heads, neighbouring ranks hold the same head."""
-    if kind in (AttentionKind.MLA, AttentionKind.RECURRENT):
+    if kind is AttentionKind.MLA:
         return HeadRange(start=0, count=1, total=1)
     count = int(spec.num_kv_heads)
     total = max(total_kv_heads, count)
@@ -129,15 +131,25 @@ def _heads(kind: AttentionKind, spec: Any, tp_rank: int, tp_size: int, total_kv_
 
 
 def _kind(spec: Any) -> AttentionKind:
-    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+    """What a spec holds, for the ones that kvx can hand off.
 
-    if isinstance(spec, MambaSpec):
-        return AttentionKind.RECURRENT
-    if isinstance(spec, MLAAttentionSpec):
-        return AttentionKind.MLA
-    if isinstance(spec, SlidingWindowSpec):
-        return AttentionKind.SLIDING_WINDOW
-    return AttentionKind.FULL_ATTENTION
+    Raises:
+        LayoutError: any other; recurrent state among them, of which vLLM keeps one block for many tokens.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+    kinds = {
+        FullAttentionSpec: AttentionKind.FULL_ATTENTION,
+        MLAAttentionSpec: AttentionKind.MLA,
+        SlidingWindowSpec: AttentionKind.SLIDING_WINDOW,
+    }
+    found = kinds.get(type(spec))
+    if found is None:
+        raise LayoutError(
+            f"the bridge cannot hand off a layer of {type(spec).__name__}; it knows "
+            f"{', '.join(kind.__name__ for kind in kinds)}: run this model without it"
+        )
+    return found
 
 
 def _group_and_spec(kv_cache_config: Any, layer_name: str) -> tuple[int, Any]:

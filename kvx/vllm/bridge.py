@@ -108,14 +108,11 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         # Before the forward pass: a hold that waited for it would keep decode waiting for another request's prefill.
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, KvxMetadata)
-        self.worker.start(connector_metadata.work)
+        self.worker.start(_work_of(connector_metadata))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         # Everything has been started already; a step that computes nothing may wait here for what is on its way.
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, KvxMetadata)
-        if metadata.work.idle:
+        if _work_of(self._get_connector_metadata()).idle:
             self.worker.wait()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -140,3 +137,9 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+
+
+def _work_of(metadata: KVConnectorMetadata) -> StepWork:
+    if not isinstance(metadata, KvxMetadata):
+        raise EngineError(f"vLLM handed the bridge a {type(metadata).__name__} of another connector")
+    return metadata.work

@@ -14,6 +14,7 @@ logger = logging.getLogger("vllm.kvx")
 ABSENT = -1
 #: vLLM's BlockPool keeps block 0 back and puts it where a sliding window has let a block go.
 NULL_BLOCK = 0
+LONGEST_HOST = 253
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,13 @@ class RemotePrefill:
                     "kvx: kv_transfer_params.%s is %r, needs %s: prefilling here", name, value, kind.__name__
                 )
                 return None
+        if not 0 < params["remote_port"] < 65536 or len(params["remote_host"]) > LONGEST_HOST:
+            logger.warning(
+                "kvx: kv_transfer_params name %.80r port %r, which is no address: prefilling here",
+                params["remote_host"],
+                params["remote_port"],
+            )
+            return None
         return cls(
             params["remote_engine_id"], params["remote_request_id"], params["remote_host"], params["remote_port"]
         )
@@ -81,7 +89,7 @@ class BridgeScheduler:
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._kv_cache_config = kv_cache_config
         self._settings = settings.from_vllm(vllm_config)
-        self._port = self._settings.side_channel_port
+        self._port = settings.engine_port(vllm_config)
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._tp_size: int = vllm_config.parallel_config.tensor_parallel_size
         self._work = StepWork()

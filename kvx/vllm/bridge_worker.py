@@ -124,7 +124,7 @@ class BridgeWorker:
                     remote_request_id=pull.remote_request_id,
                     remote_engine_id=pull.remote_engine_id,
                     host=pull.host,
-                    port=pull.port + self._tp_rank,
+                    port=pull.port + settings.rank_of(self._vllm_config),
                     blocks=pull.blocks or no_blocks,
                     first_token=pull.first_token,
                     num_tokens=pull.num_tokens,
@@ -182,4 +182,12 @@ class BridgeWorker:
 
     def _status(self) -> dict[str, Any]:
         """What this engine adds to the hand-off's own status, in plain values that msgpack can carry."""
-        return {"cache": self._seam.report(), "external_hits": {"received_tokens": self._received_tokens}}
+        # Connectors register the same regions, each with its own library.
+        registered_bytes = max((connector.registered_bytes for connector in self._connectors), default=0)
+        return {
+            "cache": {
+                **self._seam.report(registered_bytes),
+                "layer_groups": len(self._kv_cache_config.transfer_groups),
+            },
+            "external_hits": {"received_tokens": self._received_tokens},
+        }

@@ -53,7 +53,8 @@ def _start_growing(original: Any, core: Any, vllm_config: Any) -> Any:
     finally:
         _planning = False
     measurements: list[Measurement] = core.collective_rpc("kvx_measure", args=(fixed,))
-    final = min(measurement.sizing.num_blocks for measurement in measurements)
+    smallest = min(measurement.sizing.num_blocks for measurement in measurements)
+    final = min(core.collective_rpc("kvx_agree", args=(smallest,)))
     core.collective_rpc("kvx_extend", args=(final,))
     _adopt(vllm_config, scheduler_config, final)
     return scheduler_config

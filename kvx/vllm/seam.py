@@ -36,7 +36,7 @@ WORKER_MODULE = "vllm.v1.worker.gpu_worker"
 
 def add_worker_methods(module: Any) -> None:
     """Give vLLM's `Worker` the methods that `core_side` calls by name through vLLM's `collective_rpc`."""
-    for name in ("kvx_probe", "kvx_keep_stock", "kvx_measure", "kvx_extend"):
+    for name in ("kvx_probe", "kvx_keep_stock", "kvx_measure", "kvx_agree", "kvx_extend"):
         setattr(module.Worker, name, _as_method(_lazy("worker_side", name)))
 
 

@@ -31,19 +31,30 @@ def from_vllm(vllm_config: Any) -> HandoffSettings:
     return HandoffSettings(**given)
 
 
-def for_rank(vllm_config: Any) -> HandoffSettings:
-    """This rank's settings: rank r of an engine listens r ports above the configured one.
+def rank_of(vllm_config: Any) -> int:
+    """This worker's rank in its engine, over all pipeline stages and tensor parallel slices."""
+    rank: int = vllm_config.parallel_config.rank
+    return rank
+
+
+def engine_port(vllm_config: Any) -> int:
+    """The side channel port of an engine's first rank; data parallel engines follow one another.
 
     Raises:
-        ConnectorError: several ranks, but no port that the others could be counted from.
+        ConnectorError: several ranks or engines, but no port that the others could be counted from.
     """
-    found = from_vllm(vllm_config)
+    port = from_vllm(vllm_config).side_channel_port
     parallel = vllm_config.parallel_config
-    if parallel.tensor_parallel_size == 1:
-        return found
-    if found.side_channel_port == 0:
-        raise ConnectorError(
-            f"side_channel_port is 0 with {parallel.tensor_parallel_size} ranks; give the first of as many ports"
-        )
-    rank = parallel.rank % parallel.tensor_parallel_size
-    return dataclasses.replace(found, side_channel_port=found.side_channel_port + rank)
+    listeners = parallel.world_size * parallel.data_parallel_size
+    if port == 0 and listeners > 1:
+        raise ConnectorError(f"side_channel_port is 0 with {listeners} ranks; give the first of as many ports")
+    if port + listeners > 65536:
+        raise ConnectorError(f"side_channel_port {port} leaves no room for {listeners} ranks below 65536")
+    index: int = parallel.data_parallel_index
+    return port and port + index * int(parallel.world_size)
+
+
+def for_rank(vllm_config: Any) -> HandoffSettings:
+    """This rank's settings: rank r of an engine listens r ports above the engine's first."""
+    port = engine_port(vllm_config)
+    return dataclasses.replace(from_vllm(vllm_config), side_channel_port=port and port + rank_of(vllm_config))

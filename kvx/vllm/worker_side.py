@@ -48,14 +48,14 @@ class WorkerSeam:
         self.views: dict[str, torch.Tensor] = {}
         self.kv_cache_config: Any = None
         self.blocks_at_warmup = 0
-        self.base_address_at_warmup = 0
+        self.addresses_at_warmup: tuple[int, ...] = ()
         self.measurement: Measurement | None = None
         self.allocating = False
 
     def allocate(self, kv_cache_config: Any, layout: Any, kernel_block_sizes: list[int] | None) -> dict[str, Any]:
         """Reserve vLLM's whole plan, commit what warm-up addresses, and view it."""
         driver = self.device.driver()
-        table = allocation.segment_table(kv_cache_config, driver.granularity_bytes)
+        table = allocation.segment_table(kv_cache_config, layout.is_block_outermost, driver.granularity_bytes)
         cache = ExtensibleKVCache(driver, table)
         cache.open()
         self.blocks_at_warmup = min(self.device.blocks_for_warmup(kv_cache_config), table.capacity_blocks)
@@ -63,7 +63,6 @@ class WorkerSeam:
         self.views = allocation.create_views(cache.buffer, kv_cache_config, layout, kernel_block_sizes)
         cache.set_views(list(self.views.values()))
         self.cache = cache
-        self.base_address_at_warmup = cache.base_address
         logger.info(
             "kvx: reserved %d blocks (%.2f GiB of addresses), committed %d for warm-up",
             table.capacity_blocks, table.total_bytes / 2**30, self.blocks_at_warmup,
@@ -88,19 +87,25 @@ class WorkerSeam:
         ensure_kv_transfer_initialized(self.worker.vllm_config, self.kv_cache_config)
         self.device.register(self.views)
 
-    def report(self) -> dict[str, Any]:
+    def vllm_addresses(self) -> tuple[int, ...]:
+        """Where vLLM's own tensors of the cache are: what attention reads and captured graphs have in them."""
+        return tuple(tensor.data_ptr() for tensor in self.worker.model_runner.kv_caches)
+
+    def report(self, registered_bytes: int) -> dict[str, Any]:
         """The cache's numbers, in plain values: what `kvx verify` checks."""
         cache, measurement = self.require_cache(), self.measurement
-        timeline = {event.name: event.start_s + event.duration_s for event in cache.events}
+        opened = [event.start_s for event in cache.events if event.name == "open"]
+        extended = [event.start_s + event.duration_s for event in cache.events if event.name == "extend"]
+        addresses = self.vllm_addresses()
         return {
             "blocks_at_warmup": self.blocks_at_warmup,
             "blocks_final": cache.final_blocks,
             "capacity_blocks": cache.capacity_blocks,
-            "base_address_unchanged": cache.base_address == self.base_address_at_warmup,
+            "base_address_unchanged": bool(addresses) and addresses == self.addresses_at_warmup,
             "reserved_bytes": cache.reserved_bytes,
             "committed_bytes": cache.committed_bytes,
-            "registered_bytes": sum(region.nbytes for region in cache.regions()),
-            "connector_opened_after_extend": timeline.get("open", 0.0) > timeline["extend"],
+            "registered_bytes": registered_bytes,
+            "connector_opened_after_extend": bool(opened and extended) and opened[0] >= extended[0],
             "explicit_size": measurement is None or measurement.explicit_size,
             "ledger": [] if measurement is None else measurement.sizing.ledger.as_dicts(),
             "timeline": [[e.name, e.start_s, e.duration_s] for e in cache.events],
@@ -229,7 +234,20 @@ def kvx_measure(worker: Any, fixed_blocks: int | None) -> Measurement:
     """Warm up over the real views and measure what is left. On CPU vLLM has no such pass of its own."""
     seam = current_seam()
     seam.measurement = seam.device.measure(seam.require_cache(), seam.kv_cache_config, fixed_blocks)
+    seam.addresses_at_warmup = seam.vllm_addresses()
     return seam.measurement
+
+
+def kvx_agree(worker: Any, blocks: int) -> int:
+    """The smallest count of all ranks, where each rank has an engine core of its own (the external launcher)."""
+    parallel = worker.vllm_config.parallel_config
+    if parallel.distributed_executor_backend != "external_launcher" or parallel.world_size == 1:
+        return blocks
+    from vllm.distributed.parallel_state import get_world_group
+
+    smallest = torch.tensor([blocks], dtype=torch.int64)
+    torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
+    return int(smallest.item())
 
 
 def kvx_extend(worker: Any, final_blocks: int) -> None:

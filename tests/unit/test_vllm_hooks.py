@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from kvx.errors import EngineError
 from kvx.vllm import compat, hooks, seam
+
+PLUGIN = Path(compat.__file__).parent
 
 
 @pytest.fixture
@@ -61,6 +64,32 @@ def test_both_known_releases_are_recorded_and_every_touched_function_exists_in_b
 def test_every_hook_is_on_a_recorded_function() -> None:
     touched = set(compat.TOUCHED)
     assert {f"{target.module}:{target.name}" for target in seam.TARGETS} <= touched
+
+
+def test_every_method_of_vllms_interface_that_the_bridge_overrides_is_recorded() -> None:
+    """From the source, so that it holds where vLLM is not installed."""
+    bridge = next(node for node in tree_of("bridge.py").body if getattr(node, "name", "") == "KvxConnector")
+    overridden = {node.name for node in bridge.body if isinstance(node, ast.FunctionDef)} - {"scheduler", "worker"}
+    recorded = {target.rpartition(".")[2] for target in compat.TOUCHED if "kv_connector.v1.base" in target}
+    assert overridden <= recorded
+
+
+def test_every_function_of_vllm_that_the_plugin_imports_is_recorded() -> None:
+    recorded = {target.rpartition(":")[2].rpartition(".")[2] for target in compat.TOUCHED}
+    imported = {
+        alias.name
+        for path in PLUGIN.glob("*.py")
+        for node in ast.walk(tree_of(path.name))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.")
+        for alias in node.names
+    }
+    functions = {name for name in imported if name.islower() and "_" in name}
+    assert functions
+    assert functions <= recorded
+
+
+def tree_of(name: str) -> ast.Module:
+    return ast.parse((PLUGIN / name).read_text())
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "dev"])

@@ -125,7 +125,9 @@ def main() -> None:
         "counts": counts(llm),
         "memory": copy_and_zero(llm),
         "refused": refused_block_ids(llm),
-        "report": worker.kvx_seam.report(),
+        "report": worker.kvx_seam.report(
+            sum(nbytes for _, nbytes in calls[0]["ranges"]),
+        ),
     }
     outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=4))
     found["text"] = outputs[0].outputs[0].text

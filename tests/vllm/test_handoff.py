@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from kvx.verify.client import Ask
 from kvx.verify.engines import RunSettings
@@ -139,3 +140,37 @@ def test_the_other_block_sizes_and_types(model: Path, tmp_path: Path, block_size
         digests = running.decode_status()["digests"]
         assert digests["checked"] > 0
         assert digests["mismatched"] == 0
+
+
+@pytest.mark.matrix
+def test_a_model_with_sliding_windows_hands_off_two_layer_groups(model: Path, tmp_path: Path) -> None:
+    """Random weights: a hybrid of windowed and full attention, whose windowed blocks are gone once they are passed."""
+    run = RunSettings(model=hybrid_model(model, tmp_path / "model"), max_model_len_tokens=1536, block_size_tokens=32)
+    for running in start_pair(run, tmp_path, batched_tokens=CHUNK_TOKENS):
+        for name in PROMPTS:
+            require_same(running, ask(f"hybrid {name}", prompt_of(name, 32)))
+        groups = running.decode_status()["cache"]["layer_groups"]
+        assert groups > 1
+
+
+def hybrid_model(tokenizer_from: Path, folder: Path) -> Path:
+    from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=128,
+        layer_types=["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(folder)
+    return folder
