@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvx.errors import LayoutError, PeerMismatch
+from kvx.compare import Difference, group_differences, head_difference, require_equal
+from kvx.errors import LayoutError
 from kvx.geometry import GroupGeometry
 
 Int64s = npt.NDArray[np.int64]
@@ -28,7 +29,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     pp_size: int = 1
 
 
-# Ranks and tensor parallel sizes may differ: the plan copies the heads that both hold.
+# Ranks and tensor parallel sizes may differ, where one owner holds all heads of the reader.
 COMPARED_FIELDS = ("model", "dtype", "kv_cache_dtype", "pp_rank", "pp_size")
 
 
@@ -47,21 +48,30 @@ class PeerDescriptor:
 
 
 def require_compatible(ours: PeerDescriptor, theirs: PeerDescriptor) -> None:
-    """PeerMismatch naming every field in which the two engines differ and must not."""
-    differing = [name for name in COMPARED_FIELDS if getattr(ours.info, name) != getattr(theirs.info, name)]
-    here = {name: getattr(ours.info, name) for name in differing}
-    there = {name: getattr(theirs.info, name) for name in differing}
+    """PeerMismatch naming every field in which two engines differ and must not; ours is the one that reads.
+
+    All of our heads must be among theirs: one owner is read, and heads that it lacks would stay as they were.
+    """
+    differences = [Difference(name, getattr(ours.info, name), getattr(theirs.info, name)) for name in COMPARED_FIELDS]
     our_groups, their_groups = ([group.name for group in side.groups] for side in (ours, theirs))
-    if our_groups != their_groups:
-        differing.append("layer groups")
-        here["layer groups"], there["layer groups"] = our_groups, their_groups
+    differences.append(Difference("layer groups", our_groups, their_groups))
+    found = [item for item in differences if item.ours != item.theirs]
+    if our_groups == their_groups:
+        for our_group, their_group in zip(ours.groups, theirs.groups, strict=True):
+            found += _differences_of(our_group, their_group)
+        heads = [head_difference(our.heads, their.heads) for our, their in zip(ours.groups, theirs.groups, strict=True)]
+        if missing := [item for item in heads if item is not None]:
+            found.append(missing[0])
+            if ours.info.tp_size != theirs.info.tp_size:
+                found.append(Difference("tp_size", ours.info.tp_size, theirs.info.tp_size))
     if ours.digests and not theirs.digests:
-        differing.append("verify")
-        here["verify"], there["verify"] = "all", "off"
-    if len(differing) == 1:
-        raise PeerMismatch(differing[0], here[differing[0]], there[differing[0]])
-    if differing:
-        raise PeerMismatch(", ".join(differing), here, there)
+        found.append(Difference("verify", "all", "off"))
+    require_equal(found)
+
+
+def _differences_of(ours: GroupGeometry, theirs: GroupGeometry) -> list[Difference]:
+    """With the group's name: an engine may have several."""
+    return [replace(item, field=f"{item.field} of layer group {ours.name}") for item in group_differences(ours, theirs)]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvx.compare import group_differences, require_equal
 from kvx.errors import LayoutError, PeerMismatch
 from kvx.geometry import GroupGeometry, HeadRange, group_geometry, group_geometry_of_views
 
@@ -20,7 +21,6 @@ __all__ = [
     "GroupGeometry",
     "HeadRange",
     "Runs",
-    "check_compatible",
     "group_geometry",
     "group_geometry_of_views",
     "plan",
@@ -170,7 +170,7 @@ def plan(
     _check_committed("destination", destination_ids, destination_num_blocks)
     if first_token < 0 or num_tokens < 0:
         raise LayoutError(f"cannot copy {num_tokens} tokens from token {first_token}; neither may be negative")
-    check_compatible(source, destination)
+    require_equal(group_differences(destination, source))  # the handshake has said so already
     source.check_extent(source_num_blocks)
     destination.check_extent(destination_num_blocks)
     head = max(source.heads.start, destination.heads.start)
@@ -193,28 +193,6 @@ def plan(
         twice = ids[(counts > 1) & (ids >= 0)].tolist()
         raise LayoutError(f"destination blocks {twice} stand at more than one position; each may be written once")
     return _runs(_coalesced(rows), axes)
-
-
-def check_compatible(source: GroupGeometry, destination: GroupGeometry) -> None:
-    """PeerMismatch naming the first field in which two sides may not differ; the destination is "ours"."""
-    for field, theirs, ours in (
-        ("kind", source.kind, destination.kind),
-        ("layers", sorted(source.layers), sorted(destination.layers)),
-        ("dtype", source.dtype, destination.dtype),
-        ("content_bytes", source.content_bytes, destination.content_bytes),
-        ("heads.total", source.heads.total, destination.heads.total),
-        ("sliding_window_tokens", source.sliding_window_tokens, destination.sliding_window_tokens),
-        ("page_format", source.page_format, destination.page_format),
-    ):
-        if ours != theirs:
-            raise PeerMismatch(field, ours, theirs)
-    if destination.page_format is not None:
-        for field, theirs, ours in (
-            ("block_size_tokens", source.block_size_tokens, destination.block_size_tokens),
-            ("kernel_block_size_tokens", source.kernel_block_size_tokens, destination.kernel_block_size_tokens),
-        ):
-            if ours != theirs:
-                raise PeerMismatch(field, ours, theirs, f"pages packed as {destination.page_format} cannot be split")
 
 
 def _as_ids(blocks: ArrayLike) -> Ints:

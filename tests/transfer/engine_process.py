@@ -32,6 +32,9 @@ class EngineConfig:
     agent_name: str | None = None
     model: str = "tiny"
     sliding_layers: int = 0
+    total_heads: int | None = None  # of the model, when this engine is one rank of several
+    first_head: int = 0
+    tp_size: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
 
@@ -45,7 +48,7 @@ class Engine:
         from kvx.cache import ExtensibleKVCache
         from kvx.drivers.host import HostDriver
         from kvx.handoff import EngineInfo, HandoffSettings, HandoffWorker
-        from kvx.plan import group_geometry
+        from kvx.plan import HeadRange, group_geometry
         from kvx.tensor import views_of
 
         self.config = config
@@ -63,10 +66,12 @@ class Engine:
         self.cache.commit(4)
         self.cache.attach(self.connector)
         self.cache.extend_kv_cache(config.num_blocks)
-        self.groups = tuple(group_geometry(self.geometry, index) for index in range(len(self.geometry.groups)))
+        heads = HeadRange(config.first_head, config.num_kv_heads, config.total_heads or config.num_kv_heads)
+        self.groups = tuple(group_geometry(self.geometry, index, heads) for index in range(len(self.geometry.groups)))
         info = EngineInfo(
-            engine_id=config.engine_id, model=config.model, dtype=config.dtype, kv_cache_dtype=config.dtype
-        )
+            engine_id=config.engine_id, model=config.model, dtype=config.dtype, kv_cache_dtype=config.dtype,
+            tp_size=config.tp_size,
+        )  # fmt: skip
         self.worker = HandoffWorker(HandoffSettings(**config.settings), info, [self.connector])
         self.worker.open(self.groups, self.views, config.num_blocks, self.cache.generation, config.layout)
 

@@ -112,14 +112,17 @@ def test_abort_and_expiry_on_both_sides(start_engines: StartEngines) -> None:
     ("owner_config", "reader_config", "field"),
     [
         ({"model": "other"}, {}, "model differs: here 'tiny', at the peer 'other'"),
-        ({"dtype": "bfloat16", "model": "other"}, {}, "model, dtype, kv_cache_dtype differs"),
-        ({"num_layers": 2}, {}, "layers differs"),
-        ({"head_size": 16}, {}, "content_bytes differs"),
-        ({"num_kv_heads": 1}, {}, "heads.total differs"),
+        ({"dtype": "bfloat16", "model": "other"}, {}, "model, dtype, kv_cache_dtype, dtype of layer group full, "
+         "content_bytes of layer group full differs"),
+        ({"num_layers": 2}, {}, "layers of layer group full differs"),
+        ({"head_size": 16}, {}, "content_bytes of layer group full differs"),
+        ({"num_kv_heads": 1}, {}, "heads.total of layer group full differs"),
+        ({"num_kv_heads": 2, "total_heads": 4, "tp_size": 2}, {"num_kv_heads": 4, "total_heads": 4},
+         "heads, tp_size differs"),
         ({"sliding_layers": 1}, {}, "layer groups differs"),
         ({}, {"settings": {"verify": "all"}}, "verify differs: here 'all', at the peer 'off'"),
     ],
-)
+)  # fmt: skip
 def test_the_field_that_differs_is_named(
     start_engines: StartEngines, owner_config: dict[str, object], reader_config: dict[str, object], field: str
 ) -> None:

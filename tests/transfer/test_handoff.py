@@ -98,6 +98,29 @@ def test_groups_with_absent_blocks_move_what_is_wanted(start_engines: StartEngin
     assert "was released" in reader.events(20)["failed"]["r"]
 
 
+def test_a_rank_reads_its_heads_from_an_owner_of_all(start_engines: StartEngines) -> None:
+    """One prefill rank, two decode ranks: each of them finds all of its heads there."""
+    owner, *ranks = start_engines(
+        EngineConfig("prefill", settings=VERIFY, num_kv_heads=4),
+        *(
+            EngineConfig(
+                "decode", settings=VERIFY, num_kv_heads=2, total_heads=4, first_head=first, tp_size=2, layout="LBNHC"
+            )
+            for first in (0, 2)
+        ),
+    )
+    owner.fill([[5, 3]], 20, 1)
+    (everything,) = owner.read([[5, 3]], 0, 20)
+    size = len(everything) // (3 * 4)
+    for index, rank in enumerate(ranks):
+        owner.hold(f"r{index}", [[5, 3]], 20)
+        pull(rank, owner, f"r{index}", [[7, 8]], 0, 20)
+        assert rank.events(20)["received"] == {f"r{index}"}
+        mine = b"".join(everything[(4 * layer + 2 * index) * size :][: 2 * size] for layer in range(3))
+        assert rank.read([[7, 8]], 0, 20) == [mine]
+        assert rank.status()["digests"]["checked"] == 2 * 20
+
+
 def test_many_at_once(start_engines: StartEngines) -> None:
     owner, reader = start_engines(EngineConfig("prefill", settings=VERIFY), EngineConfig("decode", settings=VERIFY))
     for index in range(12):

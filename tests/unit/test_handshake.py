@@ -130,6 +130,57 @@ def test_every_difference_is_named() -> None:
     require_compatible(OURS, dataclasses.replace(OURS, digests=True))
 
 
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"kind": "sliding_window", "sliding_window_tokens": 64}, "kind of layer group full, sliding_window_tokens of"),
+        ({"layers": ("a", "c")}, "layers of layer group full"),
+        ({"dtype": "bfloat16"}, "dtype of layer group full"),
+        ({"content_bytes": 16}, "content_bytes of layer group full"),
+        ({"heads": HeadRange(0, 2, 8)}, "heads.total of layer group full"),
+        ({"page_format": "halves"}, "page_format of layer group full"),
+    ],
+)
+def test_a_difference_of_a_layer_group_is_named_at_the_handshake(change: dict[str, object], field: str) -> None:
+    theirs = dataclasses.replace(OURS, groups=(dataclasses.replace(GROUP, **change),))
+    with pytest.raises(PeerMismatch, match=field):
+        require_compatible(OURS, theirs)
+
+
+def test_differences_of_engines_and_groups_are_named_together() -> None:
+    packed = dataclasses.replace(GROUP, page_format="halves")
+    ours = dataclasses.replace(OURS, groups=(packed,), digests=True)
+    other = dataclasses.replace(
+        packed, layers=("a", "c"), block_size_tokens=32, kernel_block_size_tokens=32, block_stride_bytes=2048,
+        head_stride_bytes=1024,
+    )  # fmt: skip
+    with pytest.raises(PeerMismatch) as raised:
+        require_compatible(ours, dataclasses.replace(changed(model="other"), groups=(other,)))
+    assert raised.value.field == (
+        "model, layers of layer group full, block_size_tokens of layer group full, "
+        "kernel_block_size_tokens of layer group full, verify"
+    )
+    assert (raised.value.ours["model"], raised.value.theirs["model"]) == ("m", "other")  # type: ignore[index]
+
+
+def test_an_owner_must_hold_all_heads_of_its_reader() -> None:
+    def held(start: int, count: int, tp_size: int) -> PeerDescriptor:
+        group = dataclasses.replace(GROUP, heads=HeadRange(start, count, 4), block_stride_bytes=2048)
+        return dataclasses.replace(changed(tp_size=tp_size), groups=(group,))
+
+    half, other_half, whole = held(0, 2, 2), held(2, 2, 2), held(0, 4, 1)
+    require_compatible(half, whole)
+    require_compatible(other_half, whole)
+    with pytest.raises(PeerMismatch, match="at the peer") as raised:
+        require_compatible(whole, half)
+    assert raised.value.field == "heads, tp_size"
+    assert raised.value.ours == {"heads": "heads 0 to 3 of 4", "tp_size": 1}
+    assert raised.value.theirs == {"heads": "heads 0 to 1 of 4", "tp_size": 2}
+    with pytest.raises(PeerMismatch) as raised:
+        require_compatible(half, other_half)
+    assert raised.value.field == "heads", "the port of another rank"
+
+
 def test_endpoints() -> None:
     assert endpoint("127.0.0.1", 80) == "tcp://127.0.0.1:80"
     assert endpoint("::1", 80) == "tcp://[::1]:80"
