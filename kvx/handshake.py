@@ -198,11 +198,18 @@ def descriptor(message: Welcome) -> PeerDescriptor:
 
 
 def endpoint(host: str, port: int) -> str:
-    """A ZeroMQ address of exactly this host; names are resolved, as ZeroMQ binds to addresses only."""
+    """A ZeroMQ address of exactly this host; names are resolved, as ZeroMQ binds to addresses only.
+
+    HandshakeError for whatever is no host or no port: both may come from an HTTP body.
+    """
+    if not 0 <= port < 65536:
+        raise HandshakeError(f"side channel port {port} of host {host[:255]!r} is no port; use one of 1 to 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise HandshakeError(f"side channel host {host!r} has no address: {error}; use an address of a host") from error
+    except (OSError, ValueError) as error:  # UnicodeError, of a name that is no name, is a ValueError
+        raise HandshakeError(
+            f"side channel host {host[:255]!r} has no address: {error}; use an address of a host"
+        ) from error
     number = f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
     return f"tcp://{number}:{port}"
 

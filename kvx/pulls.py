@@ -86,6 +86,11 @@ class Puller:
         except KVXError as error:
             self._side.fail(spec.request_id, str(error))
             return
+        except Exception as error:
+            logger.exception("pull of request %s", spec.request_id)
+            self._side.metrics.internal_errors += 1
+            self._side.fail(spec.request_id, f"internal error: {error!r}")
+            return
         pull = ActivePull(spec, owner, started=now, deadline=now + self._side.settings.transfer_deadline_s)
         pull.span_started = now
         self._pulls[spec.request_id] = pull

@@ -86,13 +86,21 @@ class Link:
     """Our end of the side channel of one engine."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
+        """HandshakeError when nothing can be connected to there; no socket is left then."""
         self.host, self.port = host, port
         address = endpoint(host, port)
+        if port == 0:  # ZeroMQ takes it and never connects
+            raise HandshakeError(f"side channel port 0 of host {host} is no port; use one of 1 to 65535")
         self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IPV6, "[" in address)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.socket.connect(address)
+        try:
+            self.socket.setsockopt(zmq.IPV6, "[" in address)
+            self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
+            self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self.socket.connect(address)
+        except zmq.ZMQError as error:
+            self.socket.disable_monitor()
+            self.socket.close(linger=0)
+            raise HandshakeError(f"the side channel cannot connect to {host}:{port}: {error}") from error
         self._sequence = 0
         self._waiting: dict[int, OnReply] = {}
 

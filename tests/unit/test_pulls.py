@@ -13,6 +13,7 @@ from test_handshake import GROUP, INFO
 from kvx import pulls
 from kvx.connector import Transfer
 from kvx.engine_side import EngineSide, HandoffEvents, HandoffSettings, Pull
+from kvx.errors import HandshakeError
 from kvx.geometry import HeadRange
 from kvx.handshake import Claim, Claimed, Hello, Message, Refused, Release, Reply, welcome
 from kvx.peer import PeerDescriptor
@@ -268,6 +269,19 @@ def test_the_same_request_twice_and_an_unexpected_error_fail_alone(monkeypatch: 
     assert set(failed) == {"first", "r"}
     assert "internal error: ZeroDivisionError" in failed["r"]
     assert pair.side.metrics.internal_errors == 2
+
+
+@pytest.mark.parametrize("error", [UnicodeError("no"), RuntimeError("no"), HandshakeError("no")])
+def test_whatever_keeps_a_link_from_opening_fails_the_pull(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+
+    def open_link(host: str, port: int) -> FakeLink:
+        raise error
+
+    monkeypatch.setattr(pair.puller._owners, "_open_link", open_link)
+    pair.start()
+    assert "no" in pair.failure()
+    assert pair.puller.links == []
 
 
 def test_closing_fails_what_is_left() -> None:
