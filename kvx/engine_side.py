@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -131,14 +132,15 @@ class EngineSide:
         self.generation = 0
         self.layout = ""
         self._digester: ThreadPoolExecutor | None = None
+        self._pull_numbers = itertools.count()
 
     @property
     def verifies(self) -> bool:
         return self.settings.verify == "all"
 
-    @property
-    def reader_name(self) -> str:
-        return f"{self.info.engine_id}/{self.info.tp_rank}/{self.instance}"
+    def new_reader_name(self) -> str:
+        """A name for one pull, which no other pull of any engine has."""
+        return f"{self.info.engine_id}/{self.info.tp_rank}/{self.instance}/{next(self._pull_numbers)}"
 
     def update(
         self, groups: Sequence[GroupGeometry], views: Mapping[str, torch.Tensor], num_blocks: int, generation: int,

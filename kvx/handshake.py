@@ -51,7 +51,10 @@ class Welcome(Message):
 
 
 class Claim(Message):
-    """Ask for a held request. One not held yet is waited for, `wait_s` at most."""
+    """Ask for a held request. One not held yet is waited for, `wait_s` at most.
+
+    `reader` names the pull, not only its engine: several pulls may claim one hold, and each releases its own claim.
+    """
 
     request_id: Text
     reader: Text
@@ -88,7 +91,7 @@ class DigestPage(Message):
 
 
 class Release(Message):
-    """The reader is done with a hold, one way or the other. Has no reply."""
+    """The pull `reader` is done with a hold, one way or the other. Has no reply."""
 
     request_id: Text
     reader: Text

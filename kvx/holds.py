@@ -1,7 +1,10 @@
 """The owner's side of a hand-off: blocks kept for a reader until it has read them, or until the lease ends.
 
-An unclaimed hold ends with its lease; a claimed one at most `grace_s` later. Its reader is told how long it has and
-discards what it read after that, so a block is never taken for good after the owner let go of it.
+An unclaimed hold ends with its lease; a claimed one at most `grace_s` later. Its readers are told how long they have
+and discard what they read after that, so a block is never taken for good after the owner let go of it.
+
+Several pulls may read one hold: the samples of a request with n > 1, or a router's second attempt. It ends with the
+last of those that claimed it. One that claims later is refused: the blocks may have other content by then.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from kvx.errors import HandshakeError
 from kvx.handshake import Claim, Claimed, DigestPage, Digests, Message, Refused
 
 KEPT_ENDINGS = 4096
+# More pulls than this at one hold are a mistake; claims come from outside and must not fill the memory.
+MOST_READERS = 1024
 DigestsFuture = Future[list[GroupDigests]]
 Send = Callable[[bytes, Message], None]
 
@@ -29,7 +34,7 @@ class Hold:
     num_tokens: int
     expires: float
     digests: DigestsFuture | None = None
-    reader: str | None = None
+    readers: set[str] = field(default_factory=set)  # pulls that claimed it and are not done
     # For the injection `stale` only: reported as released already, and not answered before its blocks are reused.
     is_freed: bool = False
     is_awaiting_reuse: bool = False
@@ -65,7 +70,7 @@ class HoldTable:
 
     @property
     def is_being_read(self) -> bool:
-        return any(hold.reader is not None for hold in self.holds.values())
+        return any(hold.readers for hold in self.holds.values())
 
     def add(self, hold: Hold, now: float) -> None:
         """Keep a request's blocks; a claim that came before them is answered now."""
@@ -81,10 +86,10 @@ class HoldTable:
             self._parked.append(_ParkedClaim(sender, claim, now + claim.wait_s))
         elif hold is None:
             self._refuse(sender, claim, f"request {claim.request_id} {self._endings[claim.request_id]}")
-        elif hold.reader not in (None, claim.reader):
-            self._refuse(sender, claim, f"request {claim.request_id} is being read by {hold.reader} already")
+        elif len(hold.readers) >= MOST_READERS and claim.reader not in hold.readers:
+            self._refuse(sender, claim, f"request {claim.request_id} is being read by {MOST_READERS} pulls already")
         else:
-            hold.reader = claim.reader
+            hold.readers.add(claim.reader)
             self.send(sender, self._claimed(hold, claim.sequence, now))
 
     def answer_parked(self, request_id: str, now: float) -> None:
@@ -95,21 +100,24 @@ class HoldTable:
             self.claim(parked.sender, parked.claim, now)
 
     def release(self, request_id: str, reader: str) -> bool:
-        """The reader is done or gave up; True when a hold ended by it. A claim still parked is refused."""
+        """A reader is done or gave up; True when a hold ended by it. A claim still parked is refused."""
         for parked in [item for item in self._parked if item.claim.request_id == request_id]:
             if parked.claim.reader == reader:
                 self._parked.remove(parked)
                 self._refuse(parked.sender, parked.claim, f"the claim of request {request_id} was withdrawn")
         hold = self.holds.get(request_id)
-        if hold is None or hold.reader not in (None, reader):
+        if hold is None or reader not in hold.readers:
             return False
-        self._end(hold, "was released: its reader is done")
+        hold.readers.remove(reader)
+        if hold.readers:
+            return False
+        self._end(hold, "was released: its readers are done")
         return not hold.is_freed
 
     def drop(self, request_id: str) -> bool:
-        """Local abort; True when the hold ended now. One that is being read ends with its reader or its lease."""
+        """Local abort; True when the hold ended now. One that is being read ends with its readers or its lease."""
         hold = self.holds.get(request_id)
-        if hold is None or hold.reader is not None:
+        if hold is None or hold.readers:
             return False
         self._end(hold, "was aborted by its owner")
         self._refuse_parked(request_id)
@@ -161,7 +169,7 @@ class HoldTable:
         )
 
     def _ends(self, hold: Hold) -> float:
-        return hold.expires + (self.grace_s if hold.reader is not None else 0.0)
+        return hold.expires + (self.grace_s if hold.readers else 0.0)
 
     def _end(self, hold: Hold, ending: str) -> None:
         del self.holds[hold.request_id]

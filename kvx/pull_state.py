@@ -38,10 +38,14 @@ class Phase(StrEnum):
 
 @dataclass(eq=False)
 class ActivePull:
-    """One pull on its way. Times are monotonic; `kept_until` is our own clock's bound on the owner's lease."""
+    """One pull on its way. Times are monotonic; `kept_until` is our own clock's bound on the owner's lease.
+
+    `reader` is this pull's name to the owner: no other pull has it, not even a later one of the same request.
+    """
 
     spec: Pull
     owner: Owner
+    reader: str
     started: float
     deadline: float
     phase: Phase = Phase.GREET

@@ -91,7 +91,8 @@ class Puller:
             self._side.metrics.internal_errors += 1
             self._side.fail(spec.request_id, f"internal error: {error!r}")
             return
-        pull = ActivePull(spec, owner, started=now, deadline=now + self._side.settings.transfer_deadline_s)
+        deadline = now + self._side.settings.transfer_deadline_s
+        pull = ActivePull(spec, owner, self._side.new_reader_name(), started=now, deadline=deadline)
         pull.span_started = now
         self._pulls[spec.request_id] = pull
         owner.pulls.add(pull)
@@ -185,7 +186,7 @@ class Puller:
         claim = Claim(
             sequence=0,
             request_id=pull.spec.remote_request_id,
-            reader=self._side.reader_name,
+            reader=pull.reader,
             wait_s=max(0.0, pull.deadline - now),
         )
         pull.owner.link.ask(claim, lambda reply: self._guard(pull, lambda pull: self._on_claimed(pull, reply)))
@@ -369,7 +370,7 @@ class Puller:
         self._pulls.pop(pull.spec.request_id, None)
         owner.pulls.discard(pull)
         if pull.has_claimed and self._owners.is_kept(owner):
-            release = Release(sequence=0, request_id=pull.spec.remote_request_id, reader=self._side.reader_name)
+            release = Release(sequence=0, request_id=pull.spec.remote_request_id, reader=pull.reader)
             try:
                 owner.link.tell(release)
             except HandshakeError as error:

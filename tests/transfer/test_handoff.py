@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -119,6 +120,30 @@ def test_a_rank_reads_its_heads_from_an_owner_of_all(start_engines: StartEngines
         mine = b"".join(everything[(4 * layer + 2 * index) * size :][: 2 * size] for layer in range(3))
         assert rank.read([[7, 8]], 0, 20) == [mine]
         assert rank.status()["digests"]["checked"] == 2 * 20
+
+
+def test_several_pulls_of_one_hold_all_read_it(start_engines: StartEngines) -> None:
+    """As the samples of one request do: each has its own blocks, and the owner frees its own after the last."""
+    owner, reader, second = start_engines(*(EngineConfig(name, settings=VERIFY) for name in ("prefill", "a", "b")))
+    owner.fill([[1, 2, 3]], 48, 7)
+    pulls = [(engine, f"{engine.config.engine_id}{n}", n * 4) for engine in (reader, second) for n in range(3)]
+    for engine, name, first in pulls:  # all claims wait for the hold, so that none comes after the last release
+        engine.pull(
+            request_id=name, remote_request_id="r", remote_engine_id="prefill", host="127.0.0.1", port=owner.port,
+            blocks=[[first, first + 1, first + 2]], first_token=0, num_tokens=48,
+        )  # fmt: skip
+    time.sleep(0.3)
+    owner.hold("r", [[1, 2, 3]], 48)
+    ended: dict[str, set[str]] = {"a": set(), "b": set()}
+    while sum(map(len, ended.values())) < 6:
+        for engine in (reader, second):
+            events = engine.events(5)
+            assert not events["failed"], events
+            ended[engine.config.engine_id] |= events["received"]
+    for engine, _, first in pulls:
+        assert engine.read([[first, first + 1, first + 2]], 0, 48) == owner.read([[1, 2, 3]], 0, 48)
+    assert owner.events(5)["released"] == {"r"}
+    assert owner.status()["handoff"] == {"holds": 0, "released": 1, "expired": 0}
 
 
 def test_many_at_once(start_engines: StartEngines) -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from kvx import holds
 from kvx.digest import GroupDigests
 from kvx.errors import HandshakeError
 from kvx.handshake import Claim, Claimed, Digests, Message, Refused
@@ -106,15 +107,42 @@ def test_a_reader_that_gives_up_takes_its_parked_claim_along() -> None:
     assert not table.is_being_read
 
 
-def test_two_readers_do_not_share_a_hold() -> None:
+def test_a_hold_ends_with_the_last_of_its_readers() -> None:
     table = Table()
     table.add(hold(), 0.0)
-    for reader in ("reader", "second", "reader"):
+    for reader in ("engine/1", "engine/2", "engine/1"):  # asking again, after another handshake, counts once
         table.claim(b"x", claim(reader=reader), 0.0)
-    first, second, again = table.answers()
-    assert isinstance(first, Claimed)
-    assert isinstance(second, Refused)
-    assert isinstance(again, Claimed)
+    assert all(isinstance(answer, Claimed) for answer in table.answers())
+    assert not table.release("r", "engine/1"), "the other one still reads"
+    assert not table.release("r", "engine/1")
+    assert table.is_being_read
+    assert table.num_held == 1
+    table.claim(b"x", claim(reader="engine/3"), 0.0)
+    assert isinstance(table.answers()[0], Claimed)
+    assert not table.release("r", "engine/2")
+    assert table.release("r", "engine/3")
+    table.claim(b"x", claim(reader="engine/4"), 0.0)
+    (answer,) = table.answers()
+    assert isinstance(answer, Refused)
+    assert "was released" in answer.reason, "its blocks may have other content now"
+
+
+def test_readers_that_never_end_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holds, "MOST_READERS", 2)
+    table = Table()
+    table.add(hold(), 0.0)
+    for reader in ("1", "2", "3", "2"):
+        table.claim(b"x", claim(reader=reader), 0.0)
+    answers = table.answers()
+    assert [type(answer) for answer in answers] == [Claimed, Claimed, Refused, Claimed]
+    assert table.expire(15.0) == ["r"]
+
+
+def test_a_release_without_a_claim_ends_nothing() -> None:
+    table = Table()
+    table.add(hold(), 0.0)
+    assert not table.release("r", "stranger")
+    assert table.num_held == 1
 
 
 def test_a_dropped_hold_ends_at_once_unless_it_is_being_read() -> None:

@@ -114,7 +114,11 @@ class Pair:
 
 def test_the_whole_way() -> None:
     pair = Pair()
-    transfer = pair.moving()
+    pair.start()
+    pair.welcome()
+    (claim,) = [message for message, _ in pair.link.asked if isinstance(message, Claim)]
+    pair.claimed()
+    transfer = pair.transfer
     assert pair.events() == HandoffEvents()
     assert pair.puller.is_moving
     (copies,) = pair.connector.copies
@@ -122,10 +126,24 @@ def test_the_whole_way() -> None:
     assert (copies.local - BASE).tolist() == [7 * 512, 8 * 512]
     pair.finish(transfer)
     assert pair.events().received == {"r"}
-    assert pair.link.told == [Release(sequence=0, request_id="theirs", reader=pair.side.reader_name)]
+    assert pair.link.told == [Release(sequence=0, request_id="theirs", reader=claim.reader)]
     assert pair.side.metrics.blocks == 2
     pair.start(request_id="again")
     assert isinstance(pair.link.asked[0][0], Claim), "hands are shaken once"
+
+
+def test_no_two_pulls_claim_under_one_name() -> None:
+    pair = Pair()
+    pair.start(request_id="sample 0")
+    pair.welcome()
+    pair.start(request_id="sample 1")
+    pair.puller.cancel("sample 1")
+    pair.start(request_id="sample 1")
+    names = [message.reader for message, _ in pair.link.asked if isinstance(message, Claim)]
+    assert len(set(names)) == 3
+    (release,) = pair.link.told
+    assert isinstance(release, Release)
+    assert release.reader == names[1]
 
 
 def test_blocks_are_the_owners_and_only_wanted_positions_move() -> None:
