@@ -27,7 +27,7 @@ def initialize_kv_caches(original: Any, core: Any, vllm_config: Any) -> Any:
         return original(core, vllm_config)
     import vllm
 
-    known = compat.check_seam(vllm.__version__)
+    known = compat.check_seam(vllm.__version__, vllm_config.device_config.device_type)
     if not known.proven:
         logger.warning("kvx: vLLM %s is known but not proven with kvx yet", vllm.__version__)
     reason = activation.reason_for_stock(vllm_config, core.collective_rpc("kvx_probe"))

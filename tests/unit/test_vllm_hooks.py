@@ -106,7 +106,7 @@ def test_a_function_with_another_signature_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compat, "recorded_signatures", lambda: {"0.32": {changed: "a, b="}})
     monkeypatch.setattr(compat, "live_signature", lambda target: "a")
     with pytest.raises(EngineError, match="allocate_kv_cache"):
-        compat.check_seam("0.32.0")
+        compat.check_seam("0.32.0", "cpu")
 
 
 def test_the_installed_vllm_has_the_recorded_signatures() -> None:
