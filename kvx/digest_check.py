@@ -23,7 +23,10 @@ class Finding:
 
 
 class DigestCheck:
-    """One hand-off's check: of the tokens that were wanted, and the heads that both sides hold."""
+    """One hand-off's check: of the tokens that were wanted, and the heads that both sides hold.
+
+    `expected`: one digest for each wanted token and head of ours, counted apart from what is asked for and compared.
+    """
 
     def __init__(
         self,
@@ -37,6 +40,10 @@ class DigestCheck:
         self._first_token = first_token
         self._ours = ours
         self._own: list[GroupDigests] | None = None
+        self.expected = sum(
+            group.heads.count * _wanted_tokens(of_group, group, first_token, num_tokens)
+            for group, of_group in zip(ours, blocks, strict=True)
+        )
         self._pages: dict[tuple[int, int], tuple[Digests, bytes]] = {}
         self._first_head = [
             max(our_group.heads.start, their_group.heads.start) - our_group.heads.start
@@ -108,6 +115,12 @@ def _pages(
         for first, end in wanted_ranges(blocks, ours, first_token, num_tokens)
         for start in range(first, end, page_tokens)
     ]
+
+
+def _wanted_tokens(blocks: Sequence[int], group: GroupGeometry, first_token: int, num_tokens: int) -> int:
+    tokens = np.arange(first_token, group.covered_tokens(first_token + num_tokens))
+    ids = np.asarray(blocks, dtype=np.int64)[tokens // group.block_size_tokens]
+    return int((ids >= 0).sum())
 
 
 def wanted_ranges(

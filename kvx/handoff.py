@@ -70,6 +70,7 @@ class HandoffWorker:
         self._side = EngineSide(settings, info, connectors, self._post)
         self._table = HoldTable(self._side.instance, settings.grace_s, self._send)
         self._puller = Puller(self._side, self._open_link, self._close_link)
+        self._pulling: set[str] = set()  # the engine's thread: pulls whose outcome it has not taken
         self._notes: deque[Callable[[], None]] = deque()
         self._waiting_digests: list[tuple[bytes, Digests]] = []
         self._thread: threading.Thread | None = None
@@ -143,9 +144,16 @@ class HandoffWorker:
         self._post(lambda: self._released([request_id] if self._table.drop(request_id) else []))
 
     def pull(self, pull: Pull) -> None:
-        """Fetch a request's KV. LayoutError: a destination block that is not committed."""
+        """Fetch a request's KV; with no tokens to fetch, only tell the owner that it may free its blocks.
+
+        LayoutError: a destination block that is not committed. ConnectorStateError: the request's pull has not been
+        reported by `poll` yet.
+        """
         self._require_open()
         self._check_blocks(pull.blocks)
+        if pull.request_id in self._pulling:
+            raise ConnectorStateError(f"request {pull.request_id} is being pulled already; take its outcome first")
+        self._pulling.add(pull.request_id)
         self._post(lambda: self._puller.start(pull, time.monotonic()))
 
     def cancel(self, request_id: str) -> None:
@@ -155,7 +163,9 @@ class HandoffWorker:
 
     def poll(self) -> HandoffEvents:
         """What has ended since the last call, each request once."""
-        return self._side.outbox.take()
+        events = self._side.outbox.take()
+        self._pulling -= events.received | events.failed.keys()
+        return events
 
     def wait(self, timeout_s: float) -> bool:
         """Block until `poll` has something to say; False when it has not after `timeout_s`."""
@@ -233,8 +243,8 @@ class HandoffWorker:
                 self._guarded(partial(self._read_link, link))
         self._guarded(self._poll_connectors)
         now = time.monotonic()
-        self._puller.tick(now)
-        self._expire(now)
+        self._guarded(partial(self._puller.tick, now))
+        self._guarded(partial(self._expire, now))
 
     def _sleep_ms(self) -> int:
         """How long ZeroMQ may wait. With something in flight: a short sleep here and no wait there."""

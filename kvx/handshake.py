@@ -7,7 +7,7 @@ Block ids come from the owner's claim reply, never from what passed through an H
 from __future__ import annotations
 
 import socket
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import zmq
@@ -111,6 +111,7 @@ class Refused(Message):
 
 Request = Hello | Claim | Digests | Release | Status
 Reply = Welcome | Claimed | DigestPage | StatusReply | Refused
+T = TypeVar("T")
 
 
 class _Header(msgspec.Struct):
@@ -154,6 +155,14 @@ def decode_reply(data: bytes) -> Reply:
         return _REPLY_DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise RefusedMessage(f"not a side channel reply: {error}", sequence) from error
+
+
+def expect(reply: Reply, kind: type[T]) -> T:
+    """The reply, if it is of that kind; HandshakeError with the owner's reason when it refused."""
+    if isinstance(reply, kind):
+        return reply
+    reason = reply.reason if isinstance(reply, Refused) else f"it sent {type(reply).__name__}"
+    raise HandshakeError(f"the owner refused: {reason}")
 
 
 def _check_envelope(data: bytes) -> int:

@@ -12,16 +12,21 @@ KEPT_MISMATCHES = 100
 
 @dataclass
 class HandoffMetrics:
-    """Counters since the start. Written by the hand-off thread alone; reading them from another one is harmless."""
+    """Counters since the start. `released_only`: pulls of no tokens, which only tell the owner to free its blocks.
+
+    Written by the hand-off thread alone; reading them from another one is harmless.
+    """
 
     released: int = 0
     expired: int = 0
     received: int = 0
+    released_only: int = 0
     failed: int = 0
     transfers: int = 0
     bytes: int = 0
     blocks: int = 0
     descriptors: int = 0
+    digests_expected: int = 0
     digests_checked: int = 0
     digests_mismatched: int = 0
     mismatches: list[dict[str, Any]] = field(default_factory=list)
@@ -45,9 +50,11 @@ class HandoffMetrics:
                 "count": self.transfers,
                 "received": self.received,
                 "failed": self.failed,
+                "released_only": self.released_only,
                 "descriptors": self.descriptors,
             },
             "digests": {
+                "expected": self.digests_expected,
                 "checked": self.digests_checked,
                 "mismatched": self.digests_mismatched,
                 "mismatches": list(self.mismatches),

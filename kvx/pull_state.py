@@ -53,9 +53,15 @@ class ActivePull:
     kept_until: float = 0.0
     has_claimed: bool = False
     times_greeted: int = 0
+    connector: Connector | None = None  # that moves `transfers`
     transfers: list[Transfer] = field(default_factory=list)
     cause: KVXError | None = None
     moved: Runs = field(default_factory=Runs.empty)
     pieces: list[Runs] = field(default_factory=list)
     spans_s: dict[str, float] = field(default_factory=dict)
     span_started: float = 0.0
+
+    def span(self, name: str, now: float) -> None:
+        """The step `name` ends now, and the next one begins."""
+        self.spans_s[name] = now - self.span_started
+        self.span_started = now

@@ -3,7 +3,7 @@
     GREET  shake hands with the owner (once for each instance and generation of it)
     CLAIM  the owner answers with its own block ids and how long it keeps them
     MOVE   the planned runs are read; over when every transfer is terminal
-    CHECK  only when verifying: our digests of what arrived against the owner's
+    CHECK  only when verifying: our digests of what arrived against the owner's (`pull_check`)
 
 Everything here runs on the hand-off thread. A pull ends exactly once, as received or as failed, and not before no
 transfer touches its blocks any more.
@@ -13,45 +13,39 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
 from kvx.connector import ConnectorState, Op, Transfer, TransferState
-from kvx.digest import GroupDigests
-from kvx.digest_check import DigestCheck
 from kvx.engine_side import EngineSide, Pull
 from kvx.errors import (
     ConnectorError,
+    ConnectorStateError,
     HandshakeError,
     KVXError,
     PeerMismatch,
     TransferError,
     TransferTimeout,
-    VerificationError,
 )
 from kvx.handshake import (
     Claim,
     Claimed,
-    DigestPage,
-    Digests,
     Hello,
-    Refused,
     Release,
     Reply,
     Welcome,
+    expect,
 )
 from kvx.owners import Owners
 from kvx.peer import PeerDescriptor
 from kvx.plan import Runs, plan
+from kvx.pull_check import Checker
 from kvx.pull_state import ActivePull, Owner, Phase
 from kvx.sidechannel import Link
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 # The most that one transfer moves: tens of milliseconds where the library copies inside the call.
 MOVE_BYTES = 64 << 20
@@ -67,6 +61,7 @@ class Puller:
         self._owners = Owners(side, open_link, close_link)
         self._pulls: dict[str, ActivePull] = {}
         self._by_transfer: dict[Transfer, ActivePull] = {}
+        self._checker = Checker(side, self._guard, self._end_received)
 
     @property
     def links(self) -> list[Link]:
@@ -77,10 +72,12 @@ class Puller:
         return bool(self._by_transfer)
 
     def start(self, spec: Pull, now: float) -> None:
-        """Begin; every outcome, refusals included, goes to the outbox."""
+        """Begin; every outcome, refusals included, goes to the outbox.
+
+        ConnectorStateError for a request that is being pulled already: its outcome is the first one's.
+        """
         if spec.request_id in self._pulls:
-            self._side.fail(spec.request_id, f"request {spec.request_id} is being pulled already")
-            return
+            raise ConnectorStateError(f"request {spec.request_id} is being pulled already")
         try:
             owner = self._owners.get(spec.host, spec.port)
         except KVXError as error:
@@ -121,8 +118,7 @@ class Puller:
         if owner is None:
             return
         error = HandshakeError(f"engine {link.host}:{link.port} closed its side channel; is it still running?")
-        for pull in list(owner.pulls):
-            self._fail(pull, error)
+        self._fail_each(owner.pulls, error)
         self._owners.remove(owner)
 
     def tick(self, now: float) -> None:
@@ -131,16 +127,19 @@ class Puller:
             if now >= pull.deadline and pull.phase is not Phase.MOVE and pull.cause is None:
                 where = f"{pull.spec.host}:{pull.spec.port}"
                 waited = f"within {self._side.settings.transfer_deadline_s:g} s"
-                self._fail(pull, TransferTimeout(f"no answer to {pull.phase.value} from engine {where} {waited}"))
+                error = TransferTimeout(f"no answer to {pull.phase.value} from engine {where} {waited}")
+                self._fail_each([pull], error)
 
     def next_time(self) -> float | None:
         waiting = (pull.deadline for pull in self._pulls.values() if pull.phase is not Phase.MOVE)
         return min(waiting, default=None)
 
     def close(self) -> None:
-        """Fail what is on its way. The caller has made sure that no transfer is."""
-        for pull in list(self._pulls.values()):
-            self._fail(pull, ConnectorError("the hand-off was closed"))
+        """Fail what is on its way and let go of the owners.
+
+        A pull whose transfer is in flight ends with that: while `is_moving`, go on polling the connectors.
+        """
+        self._fail_each(self._pulls.values(), ConnectorError("the hand-off was closed"))
         self._owners.close()
 
     # GREET
@@ -160,10 +159,9 @@ class Puller:
         owner.is_greeting = False
         waiting = [pull for pull in owner.pulls if pull.phase is Phase.GREET and pull.cause is None]
         try:
-            self._owners.connect(owner, _expect(reply, Welcome))
+            self._owners.connect(owner, expect(reply, Welcome))
         except KVXError as error:
-            for pull in waiting:
-                self._fail(pull, error)
+            self._fail_each(waiting, error)
             return
         for pull in waiting:
             self._guard(pull, self._claim)
@@ -181,7 +179,7 @@ class Puller:
                 "ask the engine that holds the request",
             )
         now = time.monotonic()
-        self._span(pull, "greet", now)
+        pull.span("greet", now)
         pull.phase, pull.claim_sent, pull.has_claimed = Phase.CLAIM, now, True
         claim = Claim(
             sequence=0,
@@ -194,7 +192,7 @@ class Puller:
     def _on_claimed(self, pull: ActivePull, reply: Reply) -> None:
         if pull.phase is not Phase.CLAIM or pull.cause is not None:
             return
-        claimed = _expect(reply, Claimed)
+        claimed = expect(reply, Claimed)
         theirs = pull.owner.descriptor
         if theirs is None or (claimed.instance, claimed.generation) != (theirs.instance, theirs.generation):
             if pull.times_greeted > 1:
@@ -203,9 +201,12 @@ class Puller:
             self._greet_or_claim(pull)
             return
         now = time.monotonic()
-        self._span(pull, "claim", now)
+        pull.span("claim", now)
         pull.kept_until = pull.claim_sent + claimed.left_s
-        self._move(pull, claimed, theirs)
+        if pull.spec.num_tokens == 0:
+            self._end_released(pull)
+        else:
+            self._move(pull, claimed, theirs)
 
     # MOVE
 
@@ -217,7 +218,7 @@ class Puller:
             )
         pull.moved = self._plan(pull, claimed, theirs)
         pull.phase = Phase.MOVE
-        self._span(pull, "plan")
+        pull.span("plan", time.monotonic())
         if not len(pull.moved):
             self._moved(pull)
             return
@@ -232,7 +233,8 @@ class Puller:
         if owner.connector.state is not ConnectorState.OPEN:
             raise ConnectorError(f"connector {owner.connector.name} is closed while the cache changes; ask again")
         deadline_s = min(self._side.settings.transfer_deadline_s, max(0.0, pull.kept_until - time.monotonic()))
-        transfer = owner.connector.submit(Op.READ, owner.peer, pull.pieces.pop(0), deadline_s=deadline_s)
+        pull.connector = owner.connector
+        transfer = pull.connector.submit(Op.READ, owner.peer, pull.pieces.pop(0), deadline_s=deadline_s)
         pull.transfers.append(transfer)
         self._by_transfer[transfer] = pull
         self._side.metrics.descriptors += transfer.num_descriptors
@@ -267,61 +269,13 @@ class Puller:
             self._submit_next(pull)
             return
         now = time.monotonic()
-        self._span(pull, "move", now)
+        pull.span("move", now)
         if now >= pull.kept_until:
             raise TransferTimeout("the owner's lease ended before everything was read; what was read may be stale")
         if self._side.verifies:
-            self._check(pull, now)
+            self._checker.start(pull, now)
         else:
             self._end_received(pull)
-
-    # CHECK
-
-    def _check(self, pull: ActivePull, now: float) -> None:
-        spec, theirs = pull.spec, pull.owner.descriptor
-        if theirs is None:
-            raise HandshakeError("the owner is gone before its digests were asked for")
-        self._side.injected_flip(spec.blocks, spec.first_token, spec.num_tokens)
-        pull.phase, pull.deadline = Phase.CHECK, now + self._side.settings.transfer_deadline_s
-        check = DigestCheck(
-            spec.remote_request_id, spec.blocks, spec.first_token, spec.num_tokens, self._side.groups, theirs.groups
-        )
-        for ask in check.asks:
-            pull.owner.link.ask(ask, partial(self._on_page, pull, check, ask))
-        future = self._side.take_digests(spec.blocks, spec.first_token, spec.num_tokens)
-        future.add_done_callback(lambda done: self._side.post(partial(self._on_own_digests, pull, check, done)))
-
-    def _on_page(self, pull: ActivePull, check: DigestCheck, ask: Digests, reply: Reply) -> None:
-        def add(pull: ActivePull) -> None:
-            check.add_page(ask, _expect(reply, DigestPage).digests)
-            self._conclude(pull, check)
-
-        self._guard(pull, add)
-
-    def _on_own_digests(self, pull: ActivePull, check: DigestCheck, done: Future[list[GroupDigests]]) -> None:
-        def add(pull: ActivePull) -> None:
-            check.add_own(done.result())
-            self._conclude(pull, check)
-
-        self._guard(pull, add)
-
-    def _conclude(self, pull: ActivePull, check: DigestCheck) -> None:
-        if not check.is_complete:
-            return
-        finding = check.finding()
-        self._span(pull, "check")
-        metrics = self._side.metrics
-        metrics.digests_checked += finding.checked
-        metrics.digests_mismatched += finding.mismatched
-        if finding.first is None:
-            self._end_received(pull)
-            return
-        group, position = finding.first
-        metrics.mismatch(pull.spec.remote_request_id, group, position)
-        raise VerificationError(
-            f"digests of request {pull.spec.remote_request_id} differ in layer group {group}, first at position "
-            f"{position}"
-        )
 
     # The end
 
@@ -343,15 +297,32 @@ class Puller:
         if pull.cause is None:
             pull.cause = cause
             for transfer in list(pull.transfers):
-                assert pull.owner.connector is not None
-                pull.owner.connector.cancel(transfer)
+                # Not the owner's connector: the owner may be gone, and its transfers still have to drain.
+                assert pull.connector is not None, "a transfer was submitted, so something moves it"
+                pull.connector.cancel(transfer)
         if not pull.transfers:
             self._end_failed(pull)
 
+    def _fail_each(self, pulls: Iterable[ActivePull], cause: KVXError) -> None:
+        """Trouble with one does not keep the others from ending."""
+        for pull in list(pulls):
+            try:
+                self._fail(pull, cause)
+            except Exception:
+                logger.exception("pull of request %s", pull.spec.request_id)
+                self._side.metrics.internal_errors += 1
+
     def _end_failed(self, pull: ActivePull) -> None:
         self._forget(pull)
-        self._side.metrics.failed += 1
+        if pull.spec.num_tokens:
+            self._side.metrics.failed += 1
         self._side.fail(pull.spec.request_id, str(pull.cause))
+
+    def _end_released(self, pull: ActivePull) -> None:
+        """It had nothing to move: its claim was only to tell the owner that the blocks are not needed."""
+        self._forget(pull)
+        self._side.metrics.released_only += 1
+        self._side.receive(pull.spec.request_id)
 
     def _end_received(self, pull: ActivePull) -> None:
         self._forget(pull)
@@ -377,18 +348,6 @@ class Puller:
                 logger.warning("request %s stays held until its lease ends: %s", release.request_id, error)
         if owner.descriptor is None and not owner.pulls:
             self._owners.remove(owner)
-
-    def _span(self, pull: ActivePull, name: str, now: float | None = None) -> None:
-        now = now if now is not None else time.monotonic()
-        pull.spans_s[name] = now - pull.span_started
-        pull.span_started = now
-
-
-def _expect(reply: Reply, kind: type[T]) -> T:
-    if isinstance(reply, kind):
-        return reply
-    reason = reply.reason if isinstance(reply, Refused) else f"it sent {type(reply).__name__}"
-    raise HandshakeError(f"the owner refused: {reason}")
 
 
 def _in_pieces(runs: Runs) -> list[Runs]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from fake_connector import BASE, FakeConnector, region
 from test_handshake import GROUP, INFO
 
-from kvx import pulls
+from kvx import digest, digest_check, pulls
 from kvx.connector import Transfer
 from kvx.engine_side import EngineSide, HandoffEvents, HandoffSettings, Pull
-from kvx.errors import HandshakeError
+from kvx.errors import ConnectorStateError, HandshakeError
 from kvx.geometry import HeadRange
-from kvx.handshake import Claim, Claimed, Hello, Message, Refused, Release, Reply, welcome
+from kvx.handshake import Claim, Claimed, DigestPage, Digests, Hello, Message, Refused, Release, Reply, welcome
 from kvx.peer import PeerDescriptor
 from kvx.pulls import Puller
 
@@ -49,17 +54,20 @@ class FakeLink:
 class Pair:
     """A puller and the owner that the test plays."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, verify: bool = False) -> None:
         self.connector = FakeConnector()
         self.connector.open([region(0, 100 * 512)], 1)
-        self.side = EngineSide(SETTINGS, INFO, [self.connector], post=lambda note: note())
-        self.side.update([LAYER], {}, 100, 1, "LBHNC")
+        self.notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        settings = dataclasses.replace(SETTINGS, verify="all" if verify else "off")
+        self.side = EngineSide(settings, INFO, [self.connector], post=self.notes.put)
+        view = torch.zeros(100, 1, 16, 8)
+        self.side.update([LAYER], {"a": view}, 100, 1, "LBHNC")
         self.links: list[FakeLink] = []
         self.puller = Puller(self.side, self._open_link, self._close_link)  # type: ignore[arg-type]
         theirs = FakeConnector()
         theirs.open([region(0, 100 * 512, base=2 * BASE)], 1)
         self.theirs = PeerDescriptor(
-            info=INFO, instance="i", generation=1, layout="LBHNC", groups=(LAYER,), num_blocks=100, digests=False,
+            info=INFO, instance="i", generation=1, layout="LBHNC", groups=(LAYER,), num_blocks=100, digests=verify,
             connectors={"fake": theirs.metadata()},
         )  # fmt: skip
 
@@ -79,10 +87,10 @@ class Pair:
         given = {"instance": "i", "generation": 1, "blocks": [[3, 5]], "num_tokens": 32, **fields}
         self.link.answer(Claim, Claimed(sequence=1, request_id="theirs", left_s=left_s, **given))
 
-    def moving(self, **fields: Any) -> Transfer:
+    def moving(self, held: Any = ((3, 5),), held_tokens: int = 32, **fields: Any) -> Transfer:
         self.start(**fields)
         self.welcome()
-        self.claimed()
+        self.claimed(blocks=[list(blocks) for blocks in held], num_tokens=held_tokens)
         return self.transfer
 
     @property
@@ -270,23 +278,105 @@ def test_large_pulls_move_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pair.side.metrics.bytes == 2560
 
 
-def test_the_same_request_twice_and_an_unexpected_error_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_request_twice_is_refused_without_an_outcome() -> None:
     pair = Pair()
-    pair.start(request_id="first")
-    pair.start(request_id="first")
-    assert "being pulled already" in dict(pair.events().failed)["first"]
+    pair.start()
+    with pytest.raises(ConnectorStateError, match="being pulled already"):
+        pair.start()
+    assert pair.events() == HandoffEvents(), "the first one is on its way"
+    pair.welcome()
+    pair.claimed()
+    pair.finish(pair.transfer)
+    assert pair.events().received == {"r"}
+
+
+def test_an_unexpected_error_fails_its_own_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
     pair.start()
     monkeypatch.setattr(pulls, "plan", lambda *arguments, **named: 1 / 0)
     pair.welcome()
-    claims = list(pair.link.asked)
-    for message, on_reply in claims:
-        assert isinstance(message, Claim)
-        on_reply(Claimed(sequence=1, request_id="theirs", left_s=9.0, instance="i", generation=1, blocks=[[3, 5]],
-                         num_tokens=32))  # fmt: skip
-    failed = pair.events().failed
-    assert set(failed) == {"first", "r"}
-    assert "internal error: ZeroDivisionError" in failed["r"]
-    assert pair.side.metrics.internal_errors == 2
+    pair.claimed()
+    assert "internal error: ZeroDivisionError" in pair.failure()
+    assert pair.side.metrics.internal_errors == 1
+
+
+def test_an_owner_that_is_lost_while_it_is_greeted_again_drains_its_transfers() -> None:
+    """Another generation disconnects the owner while one of its pulls is still moving."""
+    pair = Pair()
+    moving = pair.moving()
+    pair.start(request_id="second")
+    pair.claimed(generation=2)
+    assert pair.events() == HandoffEvents(), "the first one drains"
+    pair.puller.on_link_lost(pair.link)  # type: ignore[arg-type]
+    assert set(pair.events().failed) == {"second"}
+    pair.finish(moving)
+    assert "closed its side channel" in pair.failure()
+    assert pair.side.metrics.internal_errors == 0
+
+
+def test_trouble_with_one_pull_of_a_lost_owner_leaves_the_others_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    pair.moving()
+    for name in ("a", "b", "c"):
+        pair.start(request_id=name)
+    monkeypatch.setattr(pair.connector, "_cancel", lambda transfer: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        pair.puller.on_link_lost(pair.link)  # type: ignore[arg-type]
+    assert set(pair.events().failed) == {"a", "b", "c"}
+    assert pair.links[0].is_closed
+
+
+@pytest.mark.parametrize("blocks", [[()], [[-1, -1]], [[7, 8]]])
+def test_a_pull_of_no_tokens_only_releases(blocks: list[list[int]]) -> None:
+    pair = Pair(verify=True)
+    pair.start(blocks=blocks, num_tokens=0)
+    pair.welcome()
+    pair.claimed()
+    assert pair.events().received == {"r"}
+    assert [type(message) for message in pair.link.told] == [Release]
+    metrics = pair.side.metrics
+    assert (metrics.released_only, metrics.received, metrics.transfers, metrics.failed) == (1, 0, 0, 0)
+    assert (metrics.digests_expected, metrics.digests_checked) == (0, 0)
+    assert not metrics.durations_s
+    assert pair.link.asked == [], "no digests are asked for"
+    pair.start(num_tokens=0)
+    pair.link.answer(Claim, Refused(sequence=1, reason="gone"))
+    assert "gone" in pair.failure()
+    assert metrics.failed == 0, "no transfer failed"
+
+
+def digests_of_the_owner(pair: Pair) -> None:
+    """Answer what is asked with the digests that zeros have."""
+    zeros = np.zeros((1, 1, 1, 32), np.uint8)
+    one = digest._digest_rows(zeros.reshape(1, 1, -1)).tobytes()
+    for message, on_reply in [item for item in pair.link.asked if isinstance(item[0], Digests)]:
+        assert isinstance(message, Digests)
+        on_reply(DigestPage(sequence=1, request_id="r", digests=one * (message.num_tokens * message.head_count)))
+
+
+def verified(pair: Pair) -> HandoffEvents:
+    pair.finish(pair.moving(blocks=[[7, -1, 8]], num_tokens=40, held=[[3, 4, 5]], held_tokens=40))
+    digests_of_the_owner(pair)
+    pair.notes.get(timeout=20)()  # our own digests are there
+    return pair.events()
+
+
+def test_a_digest_of_every_token_and_head_is_compared() -> None:
+    pair = Pair(verify=True)
+    assert verified(pair).received == {"r"}
+    assert (pair.side.metrics.digests_expected, pair.side.metrics.digests_checked) == (24, 24)
+
+
+@pytest.mark.parametrize(("kept", "compared"), [(slice(0, 0), 0), (slice(0, 1), 16)])
+def test_digests_that_nobody_compared_are_a_failure(
+    kept: slice, compared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranges = digest_check.wanted_ranges
+    monkeypatch.setattr(digest_check, "wanted_ranges", lambda *given: ranges(*given)[kept])
+    pair = Pair(verify=True)
+    failed = verified(pair).failed
+    assert f"only {compared} of 24 digests" in failed["r"]
+    assert (pair.side.metrics.digests_expected, pair.side.metrics.digests_checked) == (24, compared)
 
 
 @pytest.mark.parametrize("error", [UnicodeError("no"), RuntimeError("no"), HandshakeError("no")])
