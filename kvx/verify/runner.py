@@ -102,7 +102,11 @@ def _ask_pair(
 ) -> tuple[Sequence[Answer], dict[str, dict[str, Any]], dict[str, float]]:
     progress.stage("candidate: starting a prefill and a decode server")
     pair = engines.kvx_pair(settings.run, digests=True)
-    prefill, decode = (servers.start(engine) for engine in pair.engines)
+    prefill = servers.start(pair.prefill)
+    if settings.run.kv_space_gib is None:
+        # Each measures what is free, so the second must not look while the first is loading.
+        servers.wait_healthy(waiting=progress.waiting)
+    decode = servers.start(pair.decode)
     servers.wait_healthy(waiting=progress.waiting)
     progress.stage("candidate: asking")
 
