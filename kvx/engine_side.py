@@ -15,7 +15,7 @@ import torch
 from kvx import inject
 from kvx.connector import Connector, ConnectorState
 from kvx.digest import GroupDigests, digests
-from kvx.errors import ConnectorError
+from kvx.errors import ConnectorError, ConnectorStateError
 from kvx.geometry import GroupGeometry
 from kvx.inject import Fault, Injector
 from kvx.metrics import HandoffMetrics
@@ -131,7 +131,9 @@ class EngineSide:
         self.num_blocks = 0
         self.generation = 0
         self.layout = ""
+        self.is_suspended = False
         self._digester: ThreadPoolExecutor | None = None
+        self._digester_lock = threading.Lock()  # both threads take digests
         self._pull_numbers = itertools.count()
 
     @property
@@ -146,15 +148,16 @@ class EngineSide:
         self, groups: Sequence[GroupGeometry], views: Mapping[str, torch.Tensor], num_blocks: int, generation: int,
         layout: str,
     ) -> None:  # fmt: skip
-        """The cache as it is from now on."""
+        """The cache as it is from now on; only before the hand-off starts, or while it is suspended."""
         self.groups, self.views, self.num_blocks = tuple(groups), dict(views), num_blocks
         self.generation, self.layout = generation, layout
 
     def describe(self) -> PeerDescriptor:
-        """ConnectorStateError while the connectors are closed."""
+        """ConnectorStateError while the cache is changing or the connectors are closed."""
+        self.require_cache()
         opened = [connector for connector in self.connectors if connector.state is ConnectorState.OPEN]
         if not opened:
-            raise ConnectorError(f"engine {self.info.engine_id} has no open connector; its cache is not ready")
+            raise ConnectorStateError(f"engine {self.info.engine_id} has no open connector; its cache is not ready")
         return PeerDescriptor(
             info=self.info,
             instance=self.instance,
@@ -170,8 +173,6 @@ class EngineSide:
         self, blocks: Sequence[Sequence[int]], first_token: int, num_tokens: int
     ) -> Future[list[GroupDigests]]:
         """Digests of every layer group, taken on a thread of their own."""
-        if self._digester is None:
-            self._digester = ThreadPoolExecutor(1, thread_name_prefix="kvx-digests")
         groups, views = self.groups, self.views
 
         def take() -> list[GroupDigests]:
@@ -181,7 +182,11 @@ class EngineSide:
                 for group, of_group in zip(groups, blocks, strict=True)
             ]
 
-        return self._digester.submit(take)
+        with self._digester_lock:
+            self.require_cache()
+            if self._digester is None:
+                self._digester = ThreadPoolExecutor(1, thread_name_prefix="kvx-digests")
+            return self._digester.submit(take)
 
     def count_blocks(self, spec: Pull) -> int:
         """Our blocks that a pull fills."""
@@ -201,11 +206,19 @@ class EngineSide:
     def receive(self, request_id: str) -> None:
         self.outbox.put(received=[request_id])
 
-    def close(self) -> None:
-        """Wait for digests being taken: they read the cache's memory."""
-        if self._digester is not None:
-            self._digester.shutdown(wait=True, cancel_futures=True)
-            self._digester = None
+    def require_cache(self) -> None:
+        """ConnectorStateError while the cache may have no memory."""
+        if self.is_suspended:
+            raise ConnectorStateError(
+                f"the cache of engine {self.info.engine_id} is asleep or changing; hand off when it is ready again"
+            )
+
+    def end_digests(self) -> None:
+        """Wait for digests being taken: they read the cache's memory. Those not begun are cancelled."""
+        with self._digester_lock:
+            digester, self._digester = self._digester, None
+        if digester is not None:
+            digester.shutdown(wait=True, cancel_futures=True)
 
     # Faults
 

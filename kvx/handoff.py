@@ -20,38 +20,26 @@ import numpy as np
 import torch
 import zmq
 
-from kvx import inject
 from kvx.connector import Connector, ConnectorState
 from kvx.engine_side import EngineSide, HandoffEvents, HandoffSettings, Pull
-from kvx.errors import ConnectorStateError, KVXError, LayoutError
+from kvx.errors import ConnectorStateError, LayoutError
 from kvx.geometry import GroupGeometry
-from kvx.handshake import (
-    Claim,
-    DigestPage,
-    Digests,
-    Hello,
-    Message,
-    Refused,
-    RefusedMessage,
-    Release,
-    Request,
-    StatusReply,
-    welcome,
-)
-from kvx.holds import Hold, HoldTable, stale_covered
+from kvx.handshake import RefusedMessage
+from kvx.holder import Holder
+from kvx.holds import Hold
 from kvx.peer import EngineInfo
 from kvx.pulls import Puller
-from kvx.sidechannel import Link, Server, reason_of
+from kvx.region import MemoryRegion
+from kvx.sidechannel import Link, Server
 
-__all__ = ["EngineInfo", "HandoffEvents", "HandoffSettings", "HandoffWorker", "Pull"]
+__all__ = ["CacheFollower", "EngineInfo", "HandoffEvents", "HandoffSettings", "HandoffWorker", "Pull"]
 
 logger = logging.getLogger(__name__)
 
 # While something is in flight, the thread looks this often, growing from the first to the second.
 FASTEST_POLL_S = 50e-6
 SLOWEST_POLL_S = 1e-3
-# A connection is set up with the peer's first transfer: after a HELLO we progress the library for it.
-SETUP_S = 1.0
+# The same while a peer's first transfer may set up its connection.
 SETUP_POLL_S = 200e-6
 
 
@@ -68,17 +56,15 @@ class HandoffWorker:
         self._settings = settings
         self._status_extra = status_extra
         self._side = EngineSide(settings, info, connectors, self._post)
-        self._table = HoldTable(self._side.instance, settings.grace_s, self._send)
+        self._holder = Holder(self._side, lambda receiver, message: self._server.send(receiver, message), self.status)
         self._puller = Puller(self._side, self._open_link, self._close_link)
         self._pulling: set[str] = set()  # the engine's thread: pulls whose outcome it has not taken
         self._notes: deque[Callable[[], None]] = deque()
-        self._waiting_digests: list[tuple[bytes, Digests]] = []
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._wake_fd = -1
-        self._setup_until = 0.0
         self._poll_s = FASTEST_POLL_S
-        self._stale: list[tuple[Hold, float]] = []
+        self._suspending: tuple[threading.Event, float] | None = None
 
     # The engine's thread
 
@@ -96,15 +82,17 @@ class HandoffWorker:
         generation: int,
         layout: str,
     ) -> None:
-        """Listen and start the thread; called again, take over a cache that has changed.
+        """Listen and start the thread; called again, after `suspend`, take over a cache that has changed.
 
-        `views`: layer name -> [B, H, N, C], or in kernel blocks. Connectors are opened by the cache they attach to.
+        `views`: layer name -> [B, H, N, C], or in kernel blocks. Connectors are opened by the cache they attach to;
+        a `CacheFollower` attached after them suspends and resumes the hand-off whenever the memory changes.
         ConnectorError: the port is in use, or the host is not ours.
         """
+        self._side.update(groups, views, num_blocks, generation, layout)
+        self._side.is_suspended = False
+        self._post(lambda: self._holder.resume(generation))
         if self._thread is not None:
-            self._post(lambda: self._update(groups, views, num_blocks, generation, layout))
             return
-        self._update(groups, views, num_blocks, generation, layout)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._server = Server(self._context, self._settings.side_channel_host, self._settings.side_channel_port)
@@ -125,31 +113,31 @@ class HandoffWorker:
         """Keep a request's blocks (per layer group, by position, -1 where there is none) for a reader.
 
         They may be freed when `poll` reports the request as released or expired. LayoutError: a block id that is not
-        committed, or not one list for each layer group.
+        committed, or not one list for each layer group. ConnectorStateError: the cache is asleep or changing.
         """
-        self._require_open()
+        self._require_cache()
         self._check_blocks(blocks)
         expires = time.monotonic() + (self._settings.lease_s if lease_s is None else lease_s)
         kept = tuple(tuple(int(block) for block in of_group) for of_group in blocks)
         hold = Hold(request_id, kept, num_tokens, expires)
         if self._side.verifies:
             hold.digests = self._side.take_digests(kept, 0, num_tokens)
-        self._post(lambda: self._add_hold(hold))
+        self._post(lambda: self._holder.add(hold))
         if hold.digests is not None:  # after the note above, so that it is also seen after it
-            hold.digests.add_done_callback(lambda _: self._post(lambda: self._on_hold_digests(hold)))
+            hold.digests.add_done_callback(lambda _: self._post(lambda: self._holder.on_digests(hold)))
 
     def drop(self, request_id: str) -> None:
         """Abort a hold; it is reported as released when no reader is at it any more."""
         self._require_open()
-        self._post(lambda: self._released([request_id] if self._table.drop(request_id) else []))
+        self._post(lambda: self._holder.drop(request_id))
 
     def pull(self, pull: Pull) -> None:
         """Fetch a request's KV; with no tokens to fetch, only tell the owner that it may free its blocks.
 
         LayoutError: a destination block that is not committed. ConnectorStateError: the request's pull has not been
-        reported by `poll` yet.
+        reported by `poll` yet, or the cache is asleep or changing.
         """
-        self._require_open()
+        self._require_cache()
         self._check_blocks(pull.blocks)
         if pull.request_id in self._pulling:
             raise ConnectorStateError(f"request {pull.request_id} is being pulled already; take its outcome first")
@@ -173,10 +161,32 @@ class HandoffWorker:
 
     def status(self) -> dict[str, Any]:
         """Counters and digests' findings; the side channel serves the same."""
-        status = {"engine_id": self._side.info.engine_id, **self._side.metrics.as_status(self._table.num_held)}
+        status = {"engine_id": self._side.info.engine_id, **self._side.metrics.as_status(self._holder.num_held)}
         if self._status_extra is not None:
             status.update(self._status_extra())
         return status
+
+    def suspend(self) -> None:
+        """Return when nothing of the hand-off touches the cache any more, and start nothing that would.
+
+        Holds that nobody reads end as expired, pulls as failed; both are reported by `poll`. Readers that have claimed
+        a hold may finish, which takes as long as its lease and grace at most: their library reads our memory whether
+        we like it or not. Idempotent, and harmless before `open` and after `close`.
+        """
+        self._side.is_suspended = True
+        if self._thread is None:
+            return
+        ended = threading.Event()
+        self._post(lambda: self._suspend(ended))
+        while not ended.wait(1.0) and self._thread.is_alive():
+            pass
+        self._side.end_digests()
+
+    def resume(self, num_blocks: int, generation: int) -> None:
+        """Go on with the same views and a new generation, `num_blocks` of them committed."""
+        side = self._side
+        if self._thread is not None:
+            self.open(side.groups, side.views, num_blocks, generation, side.layout)
 
     def close(self) -> None:
         """End the thread, the sockets and what is on its way. Idempotent. Close before the cache is."""
@@ -186,7 +196,7 @@ class HandoffWorker:
         self._wake()
         self._thread.join()
         self._thread = None
-        self._side.close()
+        self._side.end_digests()
         self._context.destroy(linger=200)
         os.close(self._wake_fd)
         self._wake_fd = -1
@@ -194,6 +204,10 @@ class HandoffWorker:
     def _require_open(self) -> None:
         if self._thread is None:
             raise ConnectorStateError("the hand-off is not open; open it after the cache has grown")
+
+    def _require_cache(self) -> None:
+        self._require_open()
+        self._side.require_cache()
 
     def _check_blocks(self, blocks: Sequence[Sequence[int]]) -> None:
         if len(blocks) != len(self._side.groups):
@@ -237,25 +251,26 @@ class HandoffWorker:
             self._guarded(self._notes.popleft())
         if self._server.socket in ready:
             for sender, request in self._server.requests():
-                self._guarded(partial(self._answer, sender, request))
+                self._poll_s = FASTEST_POLL_S
+                self._guarded(partial(self._holder.answer, sender, request))
         for link in self._puller.links:
             if link.socket in ready or link.monitor in ready:
                 self._guarded(partial(self._read_link, link))
         self._guarded(self._poll_connectors)
         now = time.monotonic()
         self._guarded(partial(self._puller.tick, now))
-        self._guarded(partial(self._expire, now))
+        self._guarded(partial(self._holder.expire, now))
+        self._end_suspending(now)
 
     def _sleep_ms(self) -> int:
         """How long ZeroMQ may wait. With something in flight: a short sleep here and no wait there."""
         now = time.monotonic()
-        if self._puller.is_moving or self._table.is_being_read or now < self._setup_until:
+        if self._puller.is_moving or self._holder.is_being_read or now < self._holder.setup_until:
             time.sleep(self._poll_s)
-            self._poll_s = min(self._poll_s * 1.5, SETUP_POLL_S if now < self._setup_until else SLOWEST_POLL_S)
+            self._poll_s = min(self._poll_s * 1.5, SETUP_POLL_S if now < self._holder.setup_until else SLOWEST_POLL_S)
             return 0
         self._poll_s = FASTEST_POLL_S
-        moments = [self._puller.next_time(), self._table.next_time(), *(until for _, until in self._stale)]
-        times = [moment for moment in moments if moment is not None]
+        times = [moment for moment in (self._puller.next_time(), self._holder.next_time()) if moment is not None]
         return max(1, min(60_000, round((min(times) - now) * 1000) + 1)) if times else 60_000
 
     def _read_link(self, link: Link) -> None:
@@ -278,16 +293,19 @@ class HandoffWorker:
             for transfer in connector.poll().finished:
                 self._puller.on_transfer(transfer)
 
-    def _expire(self, now: float) -> None:
-        for hold, until in [item for item in self._stale if now >= item[1]]:
-            self._stale.remove((hold, until))
-            if hold.is_awaiting_reuse:  # the engine has not reused a block of it by itself
-                self._side.injected_reuse(hold.blocks)
-                self._reused(hold)
-        expired = self._table.expire(now)
-        if expired:
-            self._side.metrics.expired += len(expired)
-            self._side.outbox.put(expired=expired)
+    def _suspend(self, ended: threading.Event) -> None:
+        self._suspending = ended, time.monotonic() + self._settings.transfer_deadline_s
+        self._holder.suspend()
+        self._puller.suspend()
+
+    def _end_suspending(self, now: float) -> None:
+        """A transfer that does not stop in time is left to its connector, which drains when the cache closes it."""
+        if self._suspending is None:
+            return
+        ended, until = self._suspending
+        if self._holder.is_empty and (not self._puller.is_moving or now >= until):
+            self._suspending = None
+            ended.set()
 
     def _finish(self) -> None:
         deadline = time.monotonic() + self._settings.transfer_deadline_s
@@ -296,83 +314,6 @@ class HandoffWorker:
             self._poll_connectors()
             time.sleep(SLOWEST_POLL_S)
         self._server.close()
-
-    # Holds
-
-    def _update(
-        self,
-        groups: Sequence[GroupGeometry],
-        views: Mapping[str, torch.Tensor],
-        num_blocks: int,
-        generation: int,
-        layout: str,
-    ) -> None:
-        self._side.update(groups, views, num_blocks, generation, layout)
-        self._table.generation = generation
-
-    def _add_hold(self, hold: Hold) -> None:
-        for freed in stale_covered(self._table.holds.values(), hold):
-            self._reused(freed)
-        hold.is_freed = hold.is_awaiting_reuse = self._side.injector.take(inject.Fault.STALE)
-        self._table.add(hold, time.monotonic())
-
-    def _on_hold_digests(self, hold: Hold) -> None:
-        waiting, self._waiting_digests = self._waiting_digests, []
-        for sender, ask in waiting:
-            self._answer(sender, ask)
-        if hold.is_freed:
-            self._released([hold.request_id])
-            self._stale.append((hold, time.monotonic() + inject.STALE_WAIT_S))
-
-    def _released(self, request_ids: list[str]) -> None:
-        self._side.metrics.released += len(request_ids)
-        self._side.outbox.put(released=request_ids)
-
-    def _reused(self, hold: Hold) -> None:
-        """A hold that was freed early has other content now: let its reader read that."""
-        hold.is_awaiting_reuse = False
-        self._table.answer_parked(hold.request_id, time.monotonic())
-
-    # Requests of readers
-
-    def _send(self, receiver: bytes, message: Message) -> None:
-        self._server.send(receiver, message)
-
-    def _answer(self, sender: bytes, request: Request | RefusedMessage) -> None:
-        if isinstance(request, RefusedMessage):
-            self._side.metrics.messages_refused += 1
-            logger.warning("refused a side channel message: %s", request)
-            self._send(sender, Refused(sequence=request.sequence, reason=reason_of(request)))
-            return
-        try:
-            self._answer_request(sender, request)
-        except KVXError as error:
-            self._send(sender, Refused(sequence=request.sequence, reason=reason_of(error)))
-
-    def _answer_request(self, sender: bytes, request: Request) -> None:
-        now = time.monotonic()
-        self._poll_s = FASTEST_POLL_S
-        match request:
-            case Hello():
-                self._setup_until = now + SETUP_S
-                self._send(sender, welcome(request.sequence, self._side.describe()))
-            case Claim():
-                self._table.claim(sender, request, now)
-            case Release():
-                if self._table.release(request.request_id, request.reader):
-                    self._released([request.request_id])
-            case Digests():
-                self._answer_digests(sender, request)
-            case _:
-                self._send(sender, StatusReply(sequence=request.sequence, status=self.status()))
-
-    def _answer_digests(self, sender: bytes, ask: Digests) -> None:
-        hold = self._table.holds.get(ask.request_id)
-        if hold is not None and hold.digests is not None and not hold.digests.done():
-            self._waiting_digests.append((sender, ask))
-            return
-        page: DigestPage = self._table.digest_page(ask)
-        self._send(sender, page)
 
     # Links
 
@@ -386,3 +327,19 @@ class HandoffWorker:
         self._poller.unregister(link.socket)
         self._poller.unregister(link.monitor)
         link.close()
+
+
+class CacheFollower:
+    """Attach it to the cache after the connectors: the hand-off then stops before any memory goes, and goes on after.
+
+    `committed_blocks` tells the cache's count of that moment, as in `lambda: cache.committed_blocks`.
+    """
+
+    def __init__(self, worker: HandoffWorker, committed_blocks: Callable[[], int]) -> None:
+        self._worker, self._committed_blocks = worker, committed_blocks
+
+    def open(self, regions: Sequence[MemoryRegion], generation: int) -> None:  # noqa: ARG002  the views say as much
+        self._worker.resume(self._committed_blocks(), generation)
+
+    def close(self) -> None:
+        self._worker.suspend()

@@ -60,6 +60,7 @@ class HoldTable:
     grace_s: float
     send: Send
     generation: int = 0
+    is_suspended: bool = False
     holds: dict[str, Hold] = field(default_factory=dict)
     _parked: list[_ParkedClaim] = field(default_factory=list)
     _endings: OrderedDict[str, str] = field(default_factory=OrderedDict)
@@ -86,6 +87,8 @@ class HoldTable:
             self._parked.append(_ParkedClaim(sender, claim, now + claim.wait_s))
         elif hold is None:
             self._refuse(sender, claim, f"request {claim.request_id} {self._endings[claim.request_id]}")
+        elif self.is_suspended and claim.reader not in hold.readers:
+            self._refuse(sender, claim, f"request {claim.request_id} cannot be read: its owner's cache is changing")
         elif len(hold.readers) >= MOST_READERS and claim.reader not in hold.readers:
             self._refuse(sender, claim, f"request {claim.request_id} is being read by {MOST_READERS} pulls already")
         else:
@@ -132,6 +135,18 @@ class HoldTable:
         for parked in [item for item in self._parked if now >= item.until]:
             self._parked.remove(parked)
             self._refuse(parked.sender, parked.claim, f"request {parked.claim.request_id} is not held here")
+        return [hold.request_id for hold in ended if not hold.is_freed]
+
+    def suspend(self) -> list[str]:
+        """The memory is about to go: requests whose hold has ended, those that nobody reads; no more are claimed.
+
+        The others end with their readers or their lease, as always: what a reader was promised is kept.
+        """
+        self.is_suspended = True
+        ended = [hold for hold in self.holds.values() if not hold.readers]
+        for hold in ended:
+            self._end(hold, "is kept no longer: its owner's cache changed")
+            self._refuse_parked(hold.request_id)
         return [hold.request_id for hold in ended if not hold.is_freed]
 
     def next_time(self) -> float | None:

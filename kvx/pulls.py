@@ -134,6 +134,10 @@ class Puller:
         waiting = (pull.deadline for pull in self._pulls.values() if pull.phase is not Phase.MOVE)
         return min(waiting, default=None)
 
+    def suspend(self) -> None:
+        """Fail what is on its way: the cache is about to change. Transfers in flight end as in `close`."""
+        self._fail_each(self._pulls.values(), ConnectorError("the cache went to sleep or changed; ask again"))
+
     def close(self) -> None:
         """Fail what is on its way and let go of the owners.
 

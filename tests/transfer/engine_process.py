@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -47,7 +48,7 @@ class Engine:
 
         from kvx.cache import ExtensibleKVCache
         from kvx.drivers.host import HostDriver
-        from kvx.handoff import EngineInfo, HandoffSettings, HandoffWorker
+        from kvx.handoff import CacheFollower, EngineInfo, HandoffSettings, HandoffWorker
         from kvx.plan import HeadRange, group_geometry
         from kvx.tensor import views_of
 
@@ -74,6 +75,7 @@ class Engine:
         )  # fmt: skip
         self.worker = HandoffWorker(HandoffSettings(**config.settings), info, [self.connector])
         self.worker.open(self.groups, self.views, config.num_blocks, self.cache.generation, config.layout)
+        self.cache.attach(CacheFollower(self.worker, lambda: self.cache.committed_blocks))
 
     def port(self) -> int:
         return self.worker.port
@@ -132,7 +134,18 @@ class Engine:
     def extend(self, num_blocks: int) -> None:
         """Grow while READY: the connectors close and open again under a new generation."""
         self.cache.extend_kv_cache(num_blocks, live=True)
-        self.worker.open(self.groups, self.views, num_blocks, self.cache.generation, self.config.layout)
+
+    def sleep(self) -> None:
+        self.cache.sleep()
+
+    def wake(self) -> None:
+        self.cache.wake()
+
+    def hold_and_sleep(self, count: int, blocks: list[list[int]], num_tokens: int) -> None:
+        """So that digests are on their way when the memory goes."""
+        for index in range(count):
+            self.worker.hold(f"h{index}", blocks, num_tokens)
+        self.cache.sleep()
 
     # The connector alone
 
@@ -325,6 +338,12 @@ class Remote:
     def signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+        while number is signal.SIGSTOP and not self._is_stopped():
+            time.sleep(0.001)
+
+    def _is_stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        return all(f.read_text().rpartition(")")[2].split()[0] == "T" for f in tasks.glob("*/stat"))
 
     def stop(self) -> None:
         """End the process, whatever state it is in."""

@@ -78,6 +78,48 @@ def test_a_changed_cache_is_noticed_and_hands_are_shaken_again(start_engines: St
     assert reader.read([[3, 4]], 0, 32) == owner.read([[90, 95]], 0, 32)
 
 
+def test_a_cache_that_sleeps_ends_what_touches_it_and_never_hands_off_zeros(start_engines: StartEngines) -> None:
+    verify = {**QUICK, "verify": "all"}
+    big = {"num_layers": 8, "head_size": 64, "num_blocks": 300, "capacity_blocks": 512, "granularity_bytes": 1 << 20}
+    owner, reader = start_engines(
+        EngineConfig("prefill", settings=verify, **big), EngineConfig("decode", settings=verify, **big)
+    )
+    hand_off(owner, reader, 40, 1)
+    blocks = list(range(250))
+    owner.fill([blocks], 4000, 3)
+    owner.hold_and_sleep(6, [blocks], 4000)
+    assert owner.events(5)["expired"] == {f"h{index}" for index in range(6)}
+    pull(reader, owner, "h0", [blocks], 0, 4000)
+    assert failure(reader, "h0"), "refused while it sleeps, too"
+    owner.wake()
+    pull(reader, owner, "h1", [blocks], 0, 4000)
+    assert "its owner's cache changed" in failure(reader, "h1")
+    hand_off(owner, reader, 400, 2)
+
+    pull(reader, owner, "parked", [[1]], 0, 16)
+    reader.sleep()
+    assert "the cache went to sleep or changed" in failure(reader, "parked")
+    with pytest.raises(RuntimeError, match="ConnectorStateError: the cache of engine decode is asleep or changing"):
+        pull(reader, owner, "x", [[1]], 0, 16)
+    reader.wake()
+    hand_off(owner, reader, 400, 3)
+    for engine in (owner, reader):
+        assert engine.status()["side_channel"]["internal_errors"] == 0
+        engine.close()
+
+
+def test_a_cache_that_grows_again_ends_holds_and_goes_on(start_engines: StartEngines) -> None:
+    owner, reader = engines(start_engines, num_blocks=64)
+    hand_off(owner, reader, 100, 1)
+    owner.hold("before", [[1, 2]], 32)
+    owner.extend(96)
+    assert owner.events(5)["expired"] == {"before"}
+    pull(reader, owner, "before", [[1, 2]], 0, 32)
+    assert "its owner's cache changed" in failure(reader, "before")
+    for seed in (2, 3):
+        hand_off(owner, reader, 100, seed)
+
+
 def test_abort_and_expiry_on_both_sides(start_engines: StartEngines) -> None:
     owner, reader = engines(start_engines)
     owner.hold("dropped", [[1]], 16)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+import zmq
 from fake_connector import FakeConnector, region
 from test_handshake import INFO
 from test_pulls import LAYER
 
+from kvx import engine_side
 from kvx.errors import ConnectorStateError
-from kvx.handoff import HandoffSettings, HandoffWorker, Pull
+from kvx.handoff import CacheFollower, HandoffSettings, HandoffWorker, Pull
+from kvx.handshake import Claim, Claimed, Hello, Message, Refused, Release, Reply, Welcome, decode_reply, encode
 
 VIEWS = {"a": torch.zeros(100, 1, 16, 8)}
 
@@ -64,3 +68,127 @@ def test_a_malformed_address_fails_its_pull_at_once(worker: HandoffWorker, host:
     assert list(worker.poll().failed) == ["r"]
     assert time.monotonic() - began < 0.9, "not by its deadline"
     assert worker.status()["side_channel"]["internal_errors"] == 0
+
+
+class Reader:
+    """The other end of the side channel."""
+
+    def __init__(self, port: int) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.connect(f"tcp://127.0.0.1:{port}")
+
+    def ask(self, message: Message) -> Reply:
+        self.socket.send(encode(message))
+        assert self.socket.poll(5000), "no answer"
+        return decode_reply(self.socket.recv())
+
+    def claim(self, request_id: str, name: str = "x") -> Reply:
+        return self.ask(Claim(sequence=1, request_id=request_id, reader=name, wait_s=5.0))
+
+
+@pytest.fixture
+def reader(worker: HandoffWorker) -> Iterator[Reader]:
+    made = Reader(worker.port)
+    yield made
+    made.context.destroy(linger=0)
+
+
+def in_background(worker: HandoffWorker) -> threading.Thread:
+    thread = threading.Thread(target=CacheFollower(worker, lambda: 100).close)
+    thread.start()
+    return thread
+
+
+def test_a_changing_cache_ends_holds_and_pulls_and_takes_no_new_ones(worker: HandoffWorker, reader: Reader) -> None:
+    follower = CacheFollower(worker, lambda: 120)
+    worker.hold("h", [[1]], 16)
+    worker.pull(a_pull(9, request_id="p"))
+    began = time.monotonic()
+    follower.close()
+    assert time.monotonic() - began < 0.9
+    events = worker.poll()
+    assert events.expired == {"h"}
+    assert "the cache went to sleep or changed" in events.failed["p"]
+    for refused in (lambda: worker.hold("h2", [[1]], 16), lambda: worker.pull(a_pull(9, request_id="p2"))):
+        with pytest.raises(ConnectorStateError, match="asleep or changing"):
+            refused()
+    worker.drop("h"), worker.cancel("p")
+    answer = reader.ask(Hello(sequence=1, engine_id="x"))
+    assert isinstance(answer, Refused)
+    assert "asleep or changing" in answer.reason
+    follower.open([], 5)
+    answer = reader.claim("h")
+    assert isinstance(answer, Refused)
+    assert "its owner's cache changed" in answer.reason, "and what is there now is not read in its place"
+    worker.hold("new", [[110]], 16)  # a block that was not there before
+    answer = reader.claim("new")
+    assert isinstance(answer, Claimed)
+    assert (answer.generation, answer.blocks) == (5, [[110]])
+    assert isinstance(reader.ask(Hello(sequence=1, engine_id="x")), Welcome)
+
+
+def test_a_reader_that_has_claimed_may_finish_before_the_memory_goes(worker: HandoffWorker, reader: Reader) -> None:
+    worker.hold("h", [[1]], 16, lease_s=20.0)
+    assert isinstance(reader.claim("h", "first"), Claimed)
+    suspending = in_background(worker)
+    time.sleep(0.2)
+    assert suspending.is_alive(), "its library is reading our memory"
+    answer = reader.claim("h", "second")
+    assert isinstance(answer, Refused)
+    assert "its owner's cache is changing" in answer.reason
+    reader.socket.send(encode(Release(sequence=2, request_id="h", reader="first")))
+    suspending.join(5)
+    assert not suspending.is_alive()
+    assert worker.poll().released == {"h"}
+
+
+def test_a_reader_that_never_ends_is_waited_for_until_its_lease_ends(reader: Reader, worker: HandoffWorker) -> None:
+    worker._holder._table.grace_s = 0.2
+    worker.hold("h", [[1]], 16, lease_s=0.3)
+    assert isinstance(reader.claim("h"), Claimed)
+    began = time.monotonic()
+    worker.suspend()
+    assert 0.3 <= time.monotonic() - began < 3.0
+    assert worker.poll().expired == {"h"}
+
+
+def test_no_digest_is_being_taken_when_the_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    going, may_end, taken = threading.Event(), threading.Event(), []
+
+    def slow(*arguments: object) -> None:
+        going.set()
+        assert may_end.wait(20)
+        taken.append(arguments)
+
+    monkeypatch.setattr(engine_side, "digests", slow)
+    connector = FakeConnector()
+    connector.open([region(0, 100 * 512)], 1)
+    worker = make_worker(connector, verify="all")
+    worker.hold("running", [[1]], 16)
+    worker.hold("queued", [[2]], 16)
+    assert going.wait(5)
+    suspending = in_background(worker)
+    time.sleep(0.2)
+    assert suspending.is_alive(), "a digest reads the memory"
+    may_end.set()
+    suspending.join(5)
+    assert not suspending.is_alive()
+    assert len(taken) == 1, "the queued one was never begun"
+    assert worker.poll().expired == {"running", "queued"}
+    with pytest.raises(ConnectorStateError, match="asleep or changing"):
+        worker.hold("h", [[1]], 16)
+    worker.close()
+
+
+def test_what_follows_the_cache_needs_no_open_hand_off() -> None:
+    worker = HandoffWorker(HandoffSettings(), INFO, [FakeConnector()])
+    follower = CacheFollower(worker, lambda: 100)
+    follower.open([], 1)
+    follower.close()
+    follower.close()
+    worker.open([LAYER], VIEWS, 100, 1, "LBHNC")
+    worker.hold("h", [[1]], 16)
+    worker.close()
+    follower.close()
+    follower.open([], 2)

@@ -1,0 +1,149 @@
+"""The owner's half of the hand-off: keeps holds, answers readers. Everything here runs on the hand-off thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvx import inject
+from kvx.engine_side import EngineSide
+from kvx.errors import KVXError
+from kvx.handshake import (
+    Claim,
+    Digests,
+    Hello,
+    Message,
+    Refused,
+    RefusedMessage,
+    Release,
+    Request,
+    StatusReply,
+    welcome,
+)
+from kvx.holds import Hold, HoldTable, stale_covered
+from kvx.sidechannel import reason_of
+
+logger = logging.getLogger(__name__)
+
+# A connection is set up with the peer's first transfer: after a HELLO we progress the library for it.
+SETUP_S = 1.0
+
+
+class Holder:
+    """All holds of one engine rank. `send` answers a reader; `status` is what a STATUS request gets."""
+
+    def __init__(
+        self, side: EngineSide, send: Callable[[bytes, Message], None], status: Callable[[], dict[str, Any]]
+    ) -> None:
+        self._side, self._send, self._status = side, send, status
+        self._table = HoldTable(side.instance, side.settings.grace_s, send)
+        self._waiting_digests: list[tuple[bytes, Digests]] = []
+        self._stale: list[tuple[Hold, float]] = []
+        self.setup_until = 0.0
+
+    @property
+    def num_held(self) -> int:
+        return self._table.num_held
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._table.holds
+
+    @property
+    def is_being_read(self) -> bool:
+        return self._table.is_being_read
+
+    def next_time(self) -> float | None:
+        """When `expire` has something to do."""
+        times = [time for time in (self._table.next_time(), *(until for _, until in self._stale)) if time is not None]
+        return min(times, default=None)
+
+    def add(self, hold: Hold) -> None:
+        """Keep a request's blocks."""
+        for freed in stale_covered(self._table.holds.values(), hold):
+            self._reused(freed)
+        hold.is_freed = hold.is_awaiting_reuse = self._side.injector.take(inject.Fault.STALE)
+        self._table.add(hold, time.monotonic())
+
+    def drop(self, request_id: str) -> None:
+        """The engine aborts a hold."""
+        if self._table.drop(request_id):
+            self._released(request_id)
+
+    def expire(self, now: float) -> None:
+        """End what time has ended."""
+        for hold, until in [item for item in self._stale if now >= item[1]]:
+            self._stale.remove((hold, until))
+            if hold.is_awaiting_reuse:  # the engine has not reused a block of it by itself
+                self._side.injected_reuse(hold.blocks)
+                self._reused(hold)
+        self._expired(self._table.expire(now))
+
+    def suspend(self) -> None:
+        """The cache is about to change: holds that nobody reads end now, the others as soon as they are read."""
+        self._stale.clear()
+        self._expired(self._table.suspend())
+
+    def resume(self, generation: int) -> None:
+        self._table.generation, self._table.is_suspended = generation, False
+
+    def on_digests(self, hold: Hold) -> None:
+        """The digests of a hold are there, or will never be: readers that wait for some are answered."""
+        waiting, self._waiting_digests = self._waiting_digests, []
+        for sender, ask in waiting:
+            self.answer(sender, ask)
+        if hold.is_freed:
+            self._released(hold.request_id)
+            if self._table.holds.get(hold.request_id) is hold:
+                self._stale.append((hold, time.monotonic() + inject.STALE_WAIT_S))
+
+    def answer(self, sender: bytes, request: Request | RefusedMessage) -> None:
+        """Every request but RELEASE gets a reply, if only a refusal."""
+        if isinstance(request, RefusedMessage):
+            self._side.metrics.messages_refused += 1
+            logger.warning("refused a side channel message: %s", request)
+            self._send(sender, Refused(sequence=request.sequence, reason=reason_of(request)))
+            return
+        try:
+            self._answer(sender, request)
+        except KVXError as error:
+            self._send(sender, Refused(sequence=request.sequence, reason=reason_of(error)))
+
+    def _answer(self, sender: bytes, request: Request) -> None:
+        now = time.monotonic()
+        match request:
+            case Hello():
+                self.setup_until = now + SETUP_S
+                self._send(sender, welcome(request.sequence, self._side.describe()))
+            case Claim():
+                self._table.claim(sender, request, now)
+            case Release():
+                if self._table.release(request.request_id, request.reader):
+                    self._released(request.request_id)
+            case Digests():
+                self._answer_digests(sender, request)
+            case _:
+                self._send(sender, StatusReply(sequence=request.sequence, status=self._status()))
+
+    def _answer_digests(self, sender: bytes, ask: Digests) -> None:
+        hold = self._table.holds.get(ask.request_id)
+        if hold is not None and hold.digests is not None and not hold.digests.done():
+            self._waiting_digests.append((sender, ask))
+            return
+        self._send(sender, self._table.digest_page(ask))
+
+    def _released(self, request_id: str) -> None:
+        self._side.metrics.released += 1
+        self._side.outbox.put(released=[request_id])
+
+    def _expired(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self._side.metrics.expired += len(request_ids)
+            self._side.outbox.put(expired=request_ids)
+
+    def _reused(self, hold: Hold) -> None:
+        """A hold that was freed early has other content now: let its reader read that."""
+        hold.is_awaiting_reuse = False
+        self._table.answer_parked(hold.request_id, time.monotonic())
