@@ -346,6 +346,7 @@ def _shared_memory_of(process: psutil.Process) -> Iterator[str]:
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
+    sys.stderr.write(f"kvx: stopped by {signal.Signals(number).name}\n")
     raise SystemExit(128 + number)
 
 
