@@ -41,7 +41,7 @@ from kvx.drivers.host import HostDriver
 from kvx.drivers.host_memory import resident_bytes
 from kvx.errors import TransferError
 from kvx.geometry import group_geometry
-from kvx.handoff import EngineInfo, HandoffSettings, HandoffWorker, Pull
+from kvx.handoff import CacheFollower, EngineInfo, HandoffSettings, HandoffWorker, Pull
 from kvx.layout import require_block_compact, resolve_layout
 from kvx.registry import create
 from kvx.sizing import Budget, Measured, Sizing, capacity_for, final_count, gpu_budget, host_budget
@@ -226,12 +226,10 @@ class TinyEngine:
         )  # fmt: skip
         self.worker = HandoffWorker(self._handoff, info, self.connectors)
         self._undo.callback(self.worker.close)
-        self._open_worker()
-
-    def _open_worker(self) -> None:
         groups = [group_geometry(self.geometry, 0)]
-        cache = self.cache
-        self.worker.open(groups, self.views, cache.committed_blocks, cache.generation, self.layout.name)
+        self.worker.open(groups, self.views, num_blocks, self.cache.generation, self.layout.name)
+        # From here on the cache tells the hand-off when memory goes and when there is some again.
+        self.cache.attach(CacheFollower(self.worker, lambda: self.cache.committed_blocks))
 
     def sleep(self) -> None:
         """Gives the cache's memory back; its content is lost, its addresses stay. No request may be in flight."""
@@ -242,7 +240,6 @@ class TinyEngine:
     def wake(self) -> None:
         """Memory at the same addresses again: the captured graph needs nothing, peers shake hands again."""
         self.cache.wake()
-        self._open_worker()
 
     def close(self) -> None:
         """The hand-off first, which reads the cache; then the cache. Views that live on keep its addresses."""

@@ -82,7 +82,9 @@ def test_the_cache_grows_in_place_after_warm_up(start_engine: StartEngine, rando
     cache, status = engine.cache, engine.status()["cache"]
     assert status["warm_up_blocks"] < status["final_blocks"] <= status["capacity_blocks"]
     steps = [event.name for event in cache.events if event.name != "zero"]
-    assert steps == ["reserve", "commit", "extend", "open"], "connectors open on the grown cache and not before"
+    assert steps == ["reserve", "commit", "extend", "open", "open"], (
+        "connector and hand-off open on the grown cache only"
+    )
     assert [view.data_ptr() for view in engine.views.values()] == [
         cache.base_address + segment.offset_bytes for segment in cache.table.segments
     ]
