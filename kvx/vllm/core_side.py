@@ -29,7 +29,7 @@ def initialize_kv_caches(original: Any, core: Any, vllm_config: Any) -> Any:
 
     known = compat.check_seam(vllm.__version__, vllm_config.device_config.device_type)
     if not known.proven:
-        logger.warning("kvx: vLLM %s is known but not proven with kvx yet", vllm.__version__)
+        logger.warning("kvx: vLLM %s is known but not proven yet: %s", vllm.__version__, known.shown)
     reason = activation.reason_for_stock(vllm_config, core.collective_rpc("kvx_probe"))
     if reason is not None:
         return _start_stock(original, core, vllm_config, reason)
