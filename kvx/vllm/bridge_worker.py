@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from .. import registry
-from ..cache import CacheState
+from ..cache import CacheState, RegionUser
 from ..connector import Connector
 from ..errors import CacheStateError, KVXError
-from ..handoff import EngineInfo, HandoffWorker, Pull
+from ..handoff import CacheFollower, EngineInfo, HandoffWorker, Pull
 from ..layout import KVCacheLayout, require_block_compact
 from . import allocation, settings
 from .bridge_scheduler import PullWork, StepWork
@@ -44,6 +44,7 @@ class BridgeWorker:
         self._seam: WorkerSeam = current_seam()
         self._connectors: list[Connector] = []
         self._handoff: HandoffWorker | None = None
+        self._follower: CacheFollower | None = None
         self._received_tokens = 0
         self._tokens_asked: dict[str, int] = {}
         self._refused: set[str] = set()
@@ -83,6 +84,9 @@ class BridgeWorker:
             generation=cache.generation,
             layout=layout.name,
         )
+        # After the connectors: the hand-off stops before any memory goes, and goes on over what is there then.
+        self._follower = CacheFollower(self._handoff, lambda: cache.committed_blocks)
+        cache.attach(self._follower)
 
     def start(self, work: StepWork) -> None:
         """Hand a step's work to the hand-off threads; returns at once."""
@@ -144,13 +148,15 @@ class BridgeWorker:
         """Stop the hand-offs, then close the connectors. Idempotent."""
         if self._handoff is not None:
             self._handoff.close()
+        users: list[RegionUser] = [*self._connectors, *([] if self._follower is None else [self._follower])]
+        self._connectors, self._follower = [], None
         cache = self._seam.cache
-        while self._connectors:
-            connector = self._connectors.pop()
+        while users:
+            user = users.pop()
             if cache is not None and cache.state is not CacheState.CLOSED:
-                cache.detach(connector)
+                cache.detach(user)
             else:
-                connector.close()
+                user.close()
 
     def _groups(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         cache = self._seam.require_cache()

@@ -20,7 +20,7 @@ from ..errors import EngineError
 
 @dataclass(frozen=True)
 class KnownVersion:
-    """One vLLM release that kvx knows: `proven` says whether all of kvx has been shown on it, `shown` what and where."""
+    """One vLLM release that kvx knows: `proven` when all of kvx has been shown on it, `shown` says what and where."""
 
     release: str
     proven: bool
