@@ -137,10 +137,6 @@ class Connector(ABC):
     def registered_bytes(self) -> int:
         return self._regions.registered_bytes if self._state is ConnectorState.OPEN else 0
 
-    @property
-    def has_pending(self) -> bool:
-        return bool(self._pending)
-
     @final
     def open(self, regions: Sequence[MemoryRegion], generation: int) -> None:
         """Register `regions`, and nothing else. `generation` must grow from one opening to the next."""

@@ -1,9 +1,9 @@
 """The NIXL connector (UCX back end): one-sided READ and WRITE between registered memory.
 
-Two agents. The *serving* agent is the one peers connect to; it lives from open to close. The *moving* agent starts
-our own transfers. They are apart because only the destruction of an agent is a proven drain: over UCX's TCP transport,
-bytes of a released or disconnected READ were seen to land in our memory after the stopped peer went on. Replacing the
-moving agent ends them without breaking the peers that read from us.
+One *serving* agent, which peers connect to, from open to close; and for each peer one *moving* agent, which starts our
+own transfers with it. They are apart because only the destruction of an agent is a proven drain: over UCX's TCP
+transport, bytes of a released or disconnected READ were seen to land in our memory after the stopped peer went on. The
+end of a peer's moving agent ends its transfers, and touches neither other peers nor those that read from us.
 
 Descriptors are given per transfer: making them took 0.2 ms for 240 and 2-6 ms for 46,000, less than it takes to look
 up indices in prepared lists of a geometry that differs from peer to peer.
@@ -11,10 +11,12 @@ up indices in prepared lists of a geometry that differs from peer to peer.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
@@ -26,7 +28,10 @@ from kvx.errors import ConnectorError, HandshakeError, TransferError
 from kvx.peer import Int64s, Peer
 from kvx.region import MemoryRegion
 
-# How long a transfer that was asked to stop may end by itself before the moving agent is replaced.
+logger = logging.getLogger(__name__)
+
+# How long a transfer that was asked to stop may end by itself before its agent is ended. One that was only cancelled
+# has its deadline as well: UCX may end a peer whose reader goes away in the middle of a READ (docs/adr/0007-nixl.md).
 DRAIN_S = 0.25
 _MEMORY_TYPES = {"cpu": "DRAM", "cuda": "VRAM"}
 
@@ -38,6 +43,22 @@ class NixlMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     agent_metadata: bytes
     memory_type: str
     device_id: int
+
+
+@dataclass(eq=False)
+class _Agent:
+    """A NIXL agent with our regions registered. The only reference to it, so that its end is when we say."""
+
+    library: Any
+    registered: Any
+
+
+@dataclass(eq=False)
+class _Remote:
+    """A peer's own metadata, and the agent that moves bytes to and from it; None when that has ended."""
+
+    wire: NixlMetadata
+    agent: _Agent | None
 
 
 _DECODER = msgspec.msgpack.Decoder(NixlMetadata)
@@ -54,9 +75,8 @@ class NixlConnector(Connector):
     def __init__(self, agent_name: str | None = None) -> None:
         super().__init__()
         self._agent_name = agent_name or f"kvx-{uuid.uuid4().hex[:16]}"
-        self._serving: Any = None
-        self._moving: Any = None
-        self._registrations: list[tuple[Any, Any]] = []
+        self._serving: _Agent | None = None
+        self._spare: _Agent | None = None  # for the next peer: starting one takes some 40 ms
         self._rows: list[tuple[int, int, int, str]] = []
         self._memory_type, self._device_id = "DRAM", 0
 
@@ -68,14 +88,15 @@ class NixlConnector(Connector):
         self._rows = [(region.address, region.nbytes, self._device_id, "") for region in regions]
         try:
             self._serving = self._start_agent(self._agent_name)
-            self._moving = self._start_agent(f"{self._agent_name}/moving")
+            self._spare = self._start_moving()
         except BaseException:
-            self._end_agents()
+            self._end_idle_agents()
             raise
 
     def _metadata(self) -> bytes:
+        assert self._serving is not None, "an open connector serves"
         with _as_connector_error("export metadata"):
-            metadata = self._serving.get_agent_metadata()
+            metadata = self._serving.library.get_agent_metadata()
         return msgspec.msgpack.encode(
             NixlMetadata(
                 agent=self._agent_name,
@@ -95,31 +116,30 @@ class NixlConnector(Connector):
         known = self._peers.get(wire.agent)
         if known is not None:  # it restarted under its old name: NIXL keeps the dead one's data until told
             self.disconnect(known)
-        with _as_connector_error(f"connect to {wire.agent}"):
-            _load_peer(self._moving, wire)
-        return Peer(name=wire.agent, generation=0, regions=self._regions, library=wire)
+        agent, self._spare = self._spare or self._start_moving(), None
+        try:
+            with _as_connector_error(f"connect to {wire.agent}"):
+                _load_peer(agent.library, wire)
+        except ConnectorError:
+            self._keep_or_end(agent)
+            raise
+        return Peer(name=wire.agent, generation=0, regions=self._regions, library=_Remote(wire, agent))
 
     def _submit(self, transfer: Transfer, copies: Copies, notify: bytes) -> None:
-        wire = transfer.peer.library
-        assert isinstance(wire, NixlMetadata)
-        moving = self._moving
+        remote = _remote_of(transfer)
         with _as_connector_error("prepare a transfer", TransferError):
-            local = moving.get_xfer_descs(_rows(copies.local, copies.length, self._device_id), self._memory_type)
-            remote = moving.get_xfer_descs(_rows(copies.remote, copies.length, wire.device_id), wire.memory_type)
-            transfer.handle = moving.initialize_xfer(transfer.op.name, local, remote, transfer.peer.name, notify)
-        try:
-            state = moving.transfer(transfer.handle)
-        except Exception as error:  # noqa: BLE001  NIXL reports a dead peer here, by exceptions of its own
-            self._drain_failed(transfer, error)
-            return
-        if state == "DONE":
-            self._end(transfer, TransferState.DONE)
-        elif state != "PROC":
-            self._drain_failed(transfer, None)
+            transfer.handle = self._prepare(_library_of(remote), remote.wire, transfer, copies, notify)
+        self._follow(transfer, *_asked(lambda: _library_of(remote).transfer(transfer.handle)))
+
+    def _prepare(self, library: Any, wire: NixlMetadata, transfer: Transfer, copies: Copies, notify: bytes) -> Any:
+        local = library.get_xfer_descs(_rows(copies.local, copies.length, self._device_id), self._memory_type)
+        remote = library.get_xfer_descs(_rows(copies.remote, copies.length, wire.device_id), wire.memory_type)
+        return library.initialize_xfer(transfer.op.name, local, remote, transfer.peer.name, notify)
 
     def _progress(self) -> list[tuple[str, bytes]]:
+        assert self._serving is not None, "an open connector serves"
         with _as_connector_error("progress"):
-            arrived = self._serving.get_new_notifs()
+            arrived = self._serving.library.get_new_notifs()
         for transfer in list(self._pending):
             if transfer.state is TransferState.PENDING:
                 self._look_at(transfer)
@@ -127,95 +147,118 @@ class NixlConnector(Connector):
         return [(name.removesuffix(sender), message) for name, messages in arrived.items() for message in messages]
 
     def _look_at(self, transfer: Transfer) -> None:
-        try:
-            state = self._moving.check_xfer_state(transfer.handle)
-        except Exception as error:  # noqa: BLE001  as above
-            self._drain_failed(transfer, error)
-            return
+        self._follow(transfer, *_asked(lambda: _library_of(_remote_of(transfer)).check_xfer_state(transfer.handle)))
+        if transfer.state is TransferState.PENDING and transfer.stop_cause is not None:
+            stop = max(transfer.stop_time, transfer.deadline) if transfer.cancelled else transfer.stop_time
+            if time.monotonic() > stop + DRAIN_S:
+                self._drain(transfer.peer, "another transfer with this peer did not stop, so all had to; ask again")
+
+    def _follow(self, transfer: Transfer, state: str, error: str) -> None:
+        """What NIXL says of a transfer. One that it gave up may still move until its connection is gone."""
         if state == "DONE":
             self._end(transfer, TransferState.DONE)
         elif state != "PROC":
-            self._drain_failed(transfer, None)
-        elif transfer.stop_cause is not None and time.monotonic() - transfer.stop_time > DRAIN_S:
-            self._replace_moving_agent()
+            text = f"NIXL {transfer.op.value} with peer {transfer.peer.name} failed: {error}"
+            if transfer.stop_cause is None:
+                transfer.stop_cause, transfer.stop_time = TransferError(text), time.monotonic()
+            if transfer not in self._pending:
+                self._pending.append(transfer)
+            self._drain(transfer.peer, text)
 
     def _cancel(self, transfer: Transfer) -> None:
         """Nothing to ask of NIXL: a release frees the handle and lets the bytes go on. `_look_at` drains."""
 
     def _disconnect(self, peer: Peer) -> None:
         if any(transfer.peer is peer for transfer in self._pending):
-            self._replace_moving_agent(without=peer)
-        else:
-            _forget_peer(self._moving, peer.name)
+            self._drain(peer, "the peer was disconnected")
+            return
+        remote = peer.library
+        assert isinstance(remote, _Remote)
+        agent, remote.agent = remote.agent, None
+        if agent is not None:
+            _forget_peer(agent.library, peer.name)
+            self._keep_or_end(agent)
 
     def _close(self) -> None:
-        self._end_moving(f"connector {self.name} was closed")
-        self._end_agents()
+        for peer in self._peers.values():
+            self._drain(peer, f"connector {self.name} was closed")
+        self._end_idle_agents()
 
     # Agents
 
-    def _start_agent(self, name: str) -> Any:
+    def _start_moving(self) -> _Agent:
+        return self._start_agent(f"{self._agent_name}/moving")
+
+    def _start_agent(self, name: str) -> _Agent:
         """An agent with every region registered. No progress thread: it would spin on a core."""
         with _as_connector_error("start an agent and register memory"):
             agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-            self._registrations.append((agent, agent.register_memory(self._rows, self._memory_type)))
-        return agent
+            return _Agent(agent, agent.register_memory(self._rows, self._memory_type))
 
-    def _end_agents(self) -> None:
-        registrations, self._registrations = self._registrations, []
-        for agent, registered in registrations:
-            with _as_connector_error("deregister memory"):
-                agent.deregister_memory(registered)
-        self._serving = self._moving = None
-
-    def _replace_moving_agent(self, without: Peer | None = None) -> None:
-        """Drain by ending the moving agent; all of its transfers fail, its peers are known to the new one."""
-        self._end_moving("the connector had to drain another transfer that did not stop; ask again")
-        self._moving = self._start_agent(f"{self._agent_name}/moving")
-        for peer in self._peers.values():
-            if peer is not without and peer.connected:
-                try:
-                    _load_peer(self._moving, peer.library)
-                except Exception:  # noqa: BLE001  this peer has to shake hands again, the others stay
-                    peer.connected = False
-
-    def _end_moving(self, why: str) -> None:
-        ended, self._moving = self._moving, None
-        transfers = list(self._pending)
+    def _drain(self, peer: Peer, why: str) -> None:
+        """End the peer's agent: after that nothing of its transfers arrives. It has to shake hands again."""
+        remote = peer.library
+        assert isinstance(remote, _Remote)
+        agent, remote.agent = remote.agent, None
+        transfers = [transfer for transfer in self._pending if transfer.peer is peer]
         for transfer in transfers:
             transfer.handle = None  # released by its destructor, before the agent that it belongs to
-        for registration in [item for item in self._registrations if item[0] is ended]:
-            self._registrations.remove(registration)
-            with _as_connector_error("deregister memory"):
-                ended.deregister_memory(registration[1])
-            del registration
-        del ended
+        if agent is not None:
+            _end_agent(agent)
+        peer.connected = False
         for transfer in transfers:
             self._finish(transfer, TransferState.FAILED, TransferError(why))
 
-    def _drain_failed(self, transfer: Transfer, error: Exception | None) -> None:
-        """A transfer that NIXL gave up: its other pieces may still move until the connection is gone."""
-        text = f"NIXL {transfer.op.value} with peer {transfer.peer.name} failed"
-        cause = TransferError(f"{text}: {error or 'status ERR'}")
-        if transfer.stop_cause is None:
-            transfer.stop_cause, transfer.stop_time = cause, time.monotonic()
-        if transfer not in self._pending:
-            self._pending.append(transfer)
-        if error is not None and "REMOTE_DISCONNECT" in str(error):
-            # The connection has ended, so nothing can arrive over it any more.
-            self._end(transfer, TransferState.FAILED)
-            _forget_peer(self._moving, transfer.peer.name)
-            transfer.peer.connected = False
+    def _keep_or_end(self, agent: _Agent) -> None:
+        if self._spare is None:
+            self._spare = agent
         else:
-            self._replace_moving_agent()
+            _end_agent(agent)
+
+    def _end_idle_agents(self) -> None:
+        idle = [agent for agent in (self._serving, self._spare) if agent is not None]
+        self._serving = self._spare = None
+        for agent in idle:
+            _end_agent(agent)
 
     def _end(self, transfer: Transfer, state: TransferState) -> None:
         handle, transfer.handle = transfer.handle, None
         try:
-            self._moving.release_xfer_handle(handle)
+            _library_of(_remote_of(transfer)).release_xfer_handle(handle)
         except Exception:  # noqa: BLE001  its destructor tries again; the agent keeps what it cannot free
             pass
         self._finish(transfer, state)
+
+
+def _remote_of(transfer: Transfer) -> _Remote:
+    remote = transfer.peer.library
+    assert isinstance(remote, _Remote)
+    return remote
+
+
+def _library_of(remote: _Remote) -> Any:
+    assert remote.agent is not None, "a connected peer has an agent"
+    return remote.agent.library
+
+
+def _asked(call: Callable[[], Any]) -> tuple[str, str]:
+    """(state, error) of a transfer. NIXL reports most failures, a dead peer too, by exceptions of its own.
+
+    As text: an exception holds the frames that it came through, and so the agent, which must end when we say.
+    """
+    try:
+        return str(call()), "status ERR"
+    except Exception as error:  # noqa: BLE001  as above
+        return "ERR", str(error)
+
+
+def _end_agent(agent: _Agent) -> None:
+    library, agent.library = agent.library, None
+    registered, agent.registered = agent.registered, None
+    try:
+        library.deregister_memory(registered)
+    except Exception as error:  # noqa: BLE001  its destruction, which is next, deregisters all the same
+        logger.warning("NIXL could not deregister the memory of an agent that ends: %s", error)
 
 
 def _rows(addresses: Int64s, lengths: Int64s, device_id: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -176,6 +176,14 @@ class Engine:
         self.transfer = self.connector.submit(Op(op), self.peer, Runs(rows), deadline_s=deadline_s, notify=notify)
         return self.transfer.state.value
 
+    def set_aside(self) -> None:
+        """Let others be submitted and finished before the present transfer."""
+        self.aside = self.transfer
+
+    def take_back(self) -> str:
+        self.transfer = self.aside
+        return self.transfer.state.value
+
     def cancel_transfer(self) -> None:
         self.connector.cancel(self.transfer)
 

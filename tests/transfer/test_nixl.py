@@ -89,17 +89,43 @@ def test_a_stopped_peer_times_out_and_nothing_lands_afterwards(start_engines: St
     assert read(ours, "read", [0], [0], 64)[0] == "done", "the connector works on"
 
 
+def test_a_drain_leaves_the_transfers_with_other_peers_alone(start_engines: StartEngines) -> None:
+    ours, theirs, third = start_engines(
+        *(EngineConfig(name, environ=TCP_ONLY, **BIG) for name in ("ours", "theirs", "third"))
+    )
+    theirs.progress_in_background(), third.progress_in_background()
+    size, places = 1 << 20, [index << 20 for index in range(8)]
+    third.poke(0, 8 * size, 6)
+    ours.connect(third.metadata())
+    assert read(ours, "read", [0], [0], 64)[0] == "done"
+    third.signal(signal.SIGSTOP)
+    assert ours.submit("read", places, places, size, 30.0) == "pending"
+    ours.set_aside()
+    ours.connect(theirs.metadata())
+    theirs.signal(signal.SIGSTOP)
+    ours.submit("read", [0], [places[-1] + size], size, 0.3)
+    assert ours.finish(10)[:2] == ("failed", "TransferTimeout")
+    assert ours.take_back() == "pending"
+    third.signal(signal.SIGCONT)
+    assert ours.finish(30)[0] == "done"
+    assert ours.peek(0, 8 * size) == b"\x06" * (8 * size)
+
+
 def test_cancel_and_close_with_a_transfer_in_flight(start_engines: StartEngines) -> None:
     ours, theirs = start_engines(
         EngineConfig("ours", environ=TCP_ONLY, **BIG), EngineConfig("theirs", environ=TCP_ONLY, **BIG)
     )
     theirs.progress_in_background()
-    ours.connect(theirs.metadata())
+    metadata = theirs.metadata()
+    ours.connect(metadata)
     assert read(ours, "read", [0], [0], 64)[0] == "done"
     theirs.signal(signal.SIGSTOP)
-    assert ours.submit("read", [0], [0], 1 << 20, 30.0) == "pending"
+    assert ours.submit("read", [0], [0], 1 << 20, 0.5) == "pending"
     ours.cancel_transfer()
     assert ours.finish(10)[:2] == ("cancelled", "TransferError")
+    with pytest.raises(RuntimeError, match=r"ConnectorStateError: peer .* shake hands again"):
+        ours.submit("read", [0], [0], 64, 1.0)
+    ours.connect(metadata)
     assert ours.submit("read", [0], [0], 1 << 20, 30.0) == "pending"
     ours.close_connector()
     assert ours.finish(1)[:2] == ("failed", "TransferError")
