@@ -62,7 +62,7 @@ class HandoffWorker:
         self._notes: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._wake_fd = -1
+        self._wake_fd, self._wake_lock = -1, threading.Lock()
         self._poll_s = FASTEST_POLL_S
         self._suspending: tuple[threading.Event, float] | None = None
 
@@ -198,8 +198,9 @@ class HandoffWorker:
         self._thread = None
         self._side.end_digests()
         self._context.destroy(linger=200)
-        os.close(self._wake_fd)
-        self._wake_fd = -1
+        with self._wake_lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
 
     def _require_open(self) -> None:
         if self._thread is None:
@@ -225,8 +226,9 @@ class HandoffWorker:
         self._wake()
 
     def _wake(self) -> None:
-        if self._wake_fd >= 0:
-            os.eventfd_write(self._wake_fd, 1)
+        with self._wake_lock:  # a name look-up may outlive the hand-off
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     # The hand-off thread
 
@@ -317,8 +319,8 @@ class HandoffWorker:
 
     # Links
 
-    def _open_link(self, host: str, port: int) -> Link:
-        link = Link(self._context, host, port)
+    def _open_link(self, host: str, port: int, address: str) -> Link:
+        link = Link(self._context, host, port, address)
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)
         return link

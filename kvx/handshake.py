@@ -6,12 +6,12 @@ Block ids come from the owner's claim reply, never from what passed through an H
 
 from __future__ import annotations
 
-import socket
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 import zmq
 
+from kvx.addresses import endpoint_of
 from kvx.errors import HandshakeError
 from kvx.geometry import GroupGeometry
 from kvx.peer import EngineInfo, PeerDescriptor
@@ -209,30 +209,13 @@ def descriptor(message: Welcome) -> PeerDescriptor:
     )
 
 
-def endpoint(host: str, port: int) -> str:
-    """A ZeroMQ address of exactly this host; names are resolved, as ZeroMQ binds to addresses only.
-
-    HandshakeError for whatever is no host or no port: both may come from an HTTP body.
-    """
-    if not 0 <= port < 65536:
-        raise HandshakeError(f"side channel port {port} of host {host[:255]!r} is no port; use one of 1 to 65535")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-    except (OSError, ValueError) as error:  # UnicodeError, of a name that is no name, is a ValueError
-        raise HandshakeError(
-            f"side channel host {host[:255]!r} has no address: {error}; use an address of a host"
-        ) from error
-    number = f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
-    return f"tcp://{number}:{port}"
-
-
 def request_status(host: str, port: int, timeout_s: float = 5.0) -> dict[str, Any]:
     """An engine's status over its side channel; HandshakeError when there is no readable answer in time."""
     context = zmq.Context()
     channel = context.socket(zmq.DEALER)
     try:
         channel.setsockopt(zmq.LINGER, 0)
-        address = endpoint(host, port)
+        address = endpoint_of(host, port)
         channel.setsockopt(zmq.IPV6, "[" in address)
         channel.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT_BYTES)
         channel.connect(address)

@@ -2,43 +2,73 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+from kvx.addresses import Resolver, numeric_address
 from kvx.connector import Connector, Op
 from kvx.engine_side import EngineSide
-from kvx.errors import PeerMismatch
+from kvx.errors import HandshakeError, KVXError, PeerMismatch
 from kvx.handshake import Welcome, descriptor
 from kvx.peer import PeerDescriptor, require_compatible
 from kvx.pull_state import Owner
 from kvx.sidechannel import Link
 
+logger = logging.getLogger(__name__)
+# Host, port, and the host's address.
+OpenLink = Callable[[str, int, str], Link]
+
 
 class Owners:
     """By address. Records of engines that never answered are not kept: addresses come from outside."""
 
-    def __init__(
-        self, side: EngineSide, open_link: Callable[[str, int], Link], close_link: Callable[[Link], None]
-    ) -> None:
+    def __init__(self, side: EngineSide, open_link: OpenLink, close_link: Callable[[Link], None]) -> None:
         self._side = side
         self._open_link, self._close_link = open_link, close_link
         self._owners: dict[tuple[str, int], Owner] = {}
+        self._resolver = Resolver(side.post)
 
     @property
     def links(self) -> list[Link]:
-        return [owner.link for owner in self._owners.values()]
+        return [owner.opened for owner in self._owners.values() if owner.opened is not None]
 
     def get(self, host: str, port: int) -> Owner:
-        """The record of the engine there, new when there is none. HandshakeError: the host has no address."""
-        owner = self._owners.get((host, port))
-        if owner is None:
-            owner = self._owners[host, port] = Owner(self._open_link(host, port))
-        return owner
+        """The record of the engine there; a new one has no link yet."""
+        return self._owners.setdefault((host, port), Owner((host, port)))
+
+    def open(self, owner: Owner, then: Callable[[Owner, KVXError | None], None]) -> None:
+        """Give it a link, and tell `then`, with what went wrong. At once for an address; a name is looked up first."""
+        host, _ = owner.place
+        address = numeric_address(host)
+        if address is not None:
+            then(owner, self._open(owner, address))
+        elif not owner.is_looked_up:
+            owner.is_looked_up = True
+            self._resolver.ask(host, lambda found: self._on_address(owner, found, then))
+
+    def _on_address(
+        self, owner: Owner, found: str | HandshakeError, then: Callable[[Owner, KVXError | None], None]
+    ) -> None:
+        owner.is_looked_up = False
+        if self.is_kept(owner):
+            then(owner, self._open(owner, found) if isinstance(found, str) else found)
+
+    def _open(self, owner: Owner, address: str) -> KVXError | None:
+        try:
+            owner.opened = self._open_link(*owner.place, address)
+        except KVXError as error:
+            return error
+        except Exception as error:
+            logger.exception("link to engine %s:%s", *owner.place)
+            self._side.metrics.internal_errors += 1
+            return HandshakeError(f"internal error: {error!r}")
+        return None
 
     def of_link(self, link: Link) -> Owner | None:
         return self._owners.get((link.host, link.port))
 
     def is_kept(self, owner: Owner) -> bool:
-        return self.of_link(owner.link) is owner
+        return self._owners.get(owner.place) is owner
 
     def connect(self, owner: Owner, welcome: Welcome) -> None:
         """PeerMismatch or LayoutError when the two engines cannot exchange KV; HandshakeError on bad metadata."""
@@ -58,9 +88,12 @@ class Owners:
     def remove(self, owner: Owner) -> None:
         """Forget the engine altogether."""
         if self.is_kept(owner):
-            del self._owners[owner.link.host, owner.link.port]
-            self.disconnect(owner)
-            self._close_link(owner.link)
+            del self._owners[owner.place]
+            try:
+                self.disconnect(owner)
+            finally:
+                if owner.opened is not None:
+                    self._close_link(owner.opened)
 
     def close(self) -> None:
         for owner in list(self._owners.values()):

@@ -15,9 +15,14 @@ from kvx.sidechannel import Link
 
 @dataclass(eq=False)
 class Owner:
-    """All that is known about one engine that we read from: its link, its descriptor, its connector's peer."""
+    """All that is known about one engine that we read from: its link, its descriptor, its connector's peer.
 
-    link: Link
+    `place` is the host and port that it was asked for by; there is no link before the host has an address.
+    """
+
+    place: tuple[str, int]
+    opened: Link | None = None
+    is_looked_up: bool = False
     descriptor: PeerDescriptor | None = None
     connector: Connector | None = None
     peer: Peer | None = None
@@ -25,11 +30,17 @@ class Owner:
     pulls: set[ActivePull] = field(default_factory=set)
 
     @property
+    def link(self) -> Link:
+        assert self.opened is not None, "nothing is said before the host has an address"
+        return self.opened
+
+    @property
     def is_connected(self) -> bool:
         return self.descriptor is not None and self.peer is not None and self.peer.connected
 
 
 class Phase(StrEnum):
+    LOOK_UP = "name look-up"
     GREET = "greet"
     CLAIM = "claim"
     MOVE = "move"

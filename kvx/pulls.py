@@ -1,5 +1,6 @@
 """The reader's side of a hand-off: greet, claim, move, check, release.
 
+    LOOK UP  where the host is a name: its address, from a thread that may wait for it
     GREET  shake hands with the owner (once for each instance and generation of it)
     CLAIM  the owner answers with its own block ids and how long it keeps them
     MOVE   the planned runs are read; over when every transfer is terminal
@@ -38,7 +39,7 @@ from kvx.handshake import (
     Welcome,
     expect,
 )
-from kvx.owners import Owners
+from kvx.owners import OpenLink, Owners
 from kvx.peer import PeerDescriptor
 from kvx.plan import Runs, plan
 from kvx.pull_check import Checker
@@ -54,9 +55,7 @@ MOVE_BYTES = 64 << 20
 class Puller:
     """All pulls of one engine rank."""
 
-    def __init__(
-        self, side: EngineSide, open_link: Callable[[str, int], Link], close_link: Callable[[Link], None]
-    ) -> None:
+    def __init__(self, side: EngineSide, open_link: OpenLink, close_link: Callable[[Link], None]) -> None:
         self._side = side
         self._owners = Owners(side, open_link, close_link)
         self._pulls: dict[str, ActivePull] = {}
@@ -78,16 +77,7 @@ class Puller:
         """
         if spec.request_id in self._pulls:
             raise ConnectorStateError(f"request {spec.request_id} is being pulled already")
-        try:
-            owner = self._owners.get(spec.host, spec.port)
-        except KVXError as error:
-            self._side.fail(spec.request_id, str(error))
-            return
-        except Exception as error:
-            logger.exception("pull of request %s", spec.request_id)
-            self._side.metrics.internal_errors += 1
-            self._side.fail(spec.request_id, f"internal error: {error!r}")
-            return
+        owner = self._owners.get(spec.host, spec.port)
         deadline = now + self._side.settings.transfer_deadline_s
         pull = ActivePull(spec, owner, self._side.new_reader_name(), started=now, deadline=deadline)
         pull.span_started = now
@@ -146,10 +136,22 @@ class Puller:
         self._fail_each(self._pulls.values(), ConnectorError("the hand-off was closed"))
         self._owners.close()
 
-    # GREET
+    # LOOK UP, GREET
+
+    def _on_opened(self, owner: Owner, error: KVXError | None) -> None:
+        waiting = [pull for pull in owner.pulls if pull.phase is Phase.LOOK_UP and pull.cause is None]
+        if error is not None:
+            self._fail_each(waiting, error)
+            return
+        for pull in waiting:
+            self._guard(pull, self._greet_or_claim)
 
     def _greet_or_claim(self, pull: ActivePull) -> None:
         owner = pull.owner
+        if owner.opened is None:
+            pull.phase = Phase.LOOK_UP
+            self._owners.open(owner, self._on_opened)
+            return
         if owner.is_connected:
             self._claim(pull)
             return

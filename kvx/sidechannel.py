@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvx.addresses import endpoint, endpoint_of
 from kvx.errors import ConnectorError, HandshakeError, KVXError
 from kvx.handshake import (
     MESSAGE_LIMIT_BYTES,
@@ -22,7 +23,6 @@ from kvx.handshake import (
     decode_reply,
     decode_request,
     encode,
-    endpoint,
 )
 
 # ZeroMQ drops a connection that sends more than this; between the limits we answer with a refusal.
@@ -37,7 +37,7 @@ class Server:
         """ConnectorError, in one sentence, when the port is in use or the host is not ours. Port 0 chooses one."""
         self.socket = context.socket(zmq.ROUTER)
         try:
-            address = endpoint(host, port)
+            address = endpoint_of(host, port)
             self.socket.setsockopt(zmq.IPV6, "[" in address)
             self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
             self.socket.bind(address)
@@ -83,23 +83,22 @@ class Server:
 
 
 class Link:
-    """Our end of the side channel of one engine."""
+    """Our end of the side channel of one engine. `host` is what the engine is known by, `address` where it is."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, address: str) -> None:
         """HandshakeError when nothing can be connected to there; no socket is left then."""
         self.host, self.port = host, port
-        address = endpoint(host, port)
+        where = endpoint(address, port)
         if port == 0:  # ZeroMQ takes it and never connects
             raise HandshakeError(f"side channel port 0 of host {host} is no port; use one of 1 to 65535")
         self.socket = context.socket(zmq.DEALER)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
-            self.socket.setsockopt(zmq.IPV6, "[" in address)
+            self.socket.setsockopt(zmq.IPV6, "[" in where)
             self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
-            self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            self.socket.connect(address)
+            self.socket.connect(where)
         except zmq.ZMQError as error:
-            self.socket.disable_monitor()
-            self.socket.close(linger=0)
+            self.close()
             raise HandshakeError(f"the side channel cannot connect to {host}:{port}: {error}") from error
         self._sequence = 0
         self._waiting: dict[int, OnReply] = {}
@@ -113,8 +112,11 @@ class Link:
         self._send(message)
 
     def replies(self) -> Iterator[tuple[OnReply, Reply]]:
-        """Replies that have arrived, each with whom it is for. Unreadable or unasked ones raise RefusedMessage."""
-        while True:
+        """Replies that have arrived, each with whom it is for. Unreadable or unasked ones raise RefusedMessage.
+
+        It ends when what is done with a reply closes the link.
+        """
+        while not self.socket.closed:
             try:
                 data = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -127,13 +129,14 @@ class Link:
     def is_lost(self) -> bool:
         """Whether the engine closed the connection: it ended, whatever has taken its port since."""
         lost = False
-        while self.monitor.poll(0):
+        while not self.socket.closed and self.monitor.poll(0):
             event = parse_monitor_message(self.monitor.recv_multipart())
             lost = lost or event["event"] == zmq.EVENT_DISCONNECTED
         return lost
 
     def close(self) -> None:
         self.socket.disable_monitor()
+        self.monitor.close(linger=0)
         # What was said last (a release) still goes out if it can within this time.
         self.socket.close(linger=200)
 

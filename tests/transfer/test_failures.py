@@ -172,6 +172,7 @@ def test_the_field_that_differs_is_named(
     owner.hold("r", [[1]] * (2 if owner.config.sliding_layers else 1), 16)
     pull(reader, owner, "r", [[1]], 0, 16)
     assert field in failure(reader)
+    assert reader.status()["side_channel"] == {"refused": 0, "internal_errors": 0}
 
 
 def test_wrong_requests_fail_alone(start_engines: StartEngines) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvx.errors import HandshakeError, LayoutError, PeerMismatch
+from kvx.errors import LayoutError, PeerMismatch
 from kvx.geometry import GroupGeometry, HeadRange
 from kvx.handshake import (
     Claim,
@@ -23,7 +23,6 @@ from kvx.handshake import (
     decode_request,
     descriptor,
     encode,
-    endpoint,
     welcome,
 )
 from kvx.peer import EngineInfo, PeerDescriptor, require_compatible
@@ -179,24 +178,3 @@ def test_an_owner_must_hold_all_heads_of_its_reader() -> None:
     with pytest.raises(PeerMismatch) as raised:
         require_compatible(half, other_half)
     assert raised.value.field == "heads", "the port of another rank"
-
-
-def test_endpoints() -> None:
-    assert endpoint("127.0.0.1", 80) == "tcp://127.0.0.1:80"
-    assert endpoint("::1", 80) == "tcp://[::1]:80"
-    with pytest.raises(HandshakeError, match="'no such host' has no address"):
-        endpoint("no such host", 80)
-
-
-@pytest.mark.parametrize("host", ["a" * 64, "a" * 10_000, "nul\0", "", ".", "ü" * 70, "\ud800", "a..b", "[::1]"])
-def test_what_is_no_host_is_a_handshake_error(host: str) -> None:
-    if host:
-        with pytest.raises(HandshakeError, match="has no address") as raised:
-            endpoint(host, 80)
-        assert len(str(raised.value)) < 700
-
-
-@pytest.mark.parametrize("port", [-1, 65536, 2**70])
-def test_what_is_no_port_is_a_handshake_error(port: int) -> None:
-    with pytest.raises(HandshakeError, match="is no port"):
-        endpoint("127.0.0.1", port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -15,7 +16,7 @@ import torch
 from fake_connector import BASE, FakeConnector, region
 from test_handshake import GROUP, INFO
 
-from kvx import digest, digest_check, pulls
+from kvx import addresses, digest, digest_check, pulls
 from kvx.connector import Transfer
 from kvx.engine_side import EngineSide, HandoffEvents, HandoffSettings, Pull
 from kvx.errors import ConnectorStateError, HandshakeError
@@ -33,8 +34,8 @@ SETTINGS = HandoffSettings(transfer_deadline_s=5.0)
 
 
 class FakeLink:
-    def __init__(self, host: str, port: int) -> None:
-        self.host, self.port, self.is_closed = host, port, False
+    def __init__(self, host: str, port: int, address: str) -> None:
+        self.host, self.port, self.address, self.is_closed = host, port, address, False
         self.asked: list[tuple[Message, Any]] = []
         self.told: list[Message] = []
 
@@ -76,8 +77,8 @@ class Pair:
         return self.links[-1]
 
     def start(self, **fields: Any) -> None:
-        given = {"request_id": "r", "remote_request_id": "theirs", "remote_engine_id": "e", "host": "h", "port": 1,
-                 "blocks": [[7, 8]], "first_token": 0, "num_tokens": 32, **fields}  # fmt: skip
+        given = {"request_id": "r", "remote_request_id": "theirs", "remote_engine_id": "e", "host": "10.0.0.1",
+                 "port": 1, "blocks": [[7, 8]], "first_token": 0, "num_tokens": 32, **fields}  # fmt: skip
         self.puller.start(Pull(**given), time.monotonic())
 
     def welcome(self) -> None:
@@ -111,8 +112,8 @@ class Pair:
         assert events.received == frozenset()
         return dict(events.failed)["r"]
 
-    def _open_link(self, host: str, port: int) -> FakeLink:
-        self.links.append(FakeLink(host, port))
+    def _open_link(self, host: str, port: int, address: str) -> FakeLink:
+        self.links.append(FakeLink(host, port, address))
         return self.links[-1]
 
     def _close_link(self, link: FakeLink) -> None:
@@ -259,7 +260,7 @@ def test_deadlines_of_words_are_kept_here() -> None:
     pair.puller.tick(time.monotonic() + 4.9)
     assert pair.events() == HandoffEvents()
     pair.puller.tick(time.monotonic() + 5.1)
-    assert "no answer to greet from engine h:1 within 5 s" in pair.failure()
+    assert "no answer to greet from engine 10.0.0.1:1 within 5 s" in pair.failure()
     assert pair.puller.next_time() is None
 
 
@@ -383,13 +384,52 @@ def test_digests_that_nobody_compared_are_a_failure(
 def test_whatever_keeps_a_link_from_opening_fails_the_pull(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
 
-    def open_link(host: str, port: int) -> FakeLink:
+    def open_link(host: str, port: int, address: str) -> FakeLink:
         raise error
 
     monkeypatch.setattr(pair.puller._owners, "_open_link", open_link)
     pair.start()
     assert "no" in pair.failure()
     assert pair.puller.links == []
+
+
+def test_a_name_is_looked_up_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(addresses, "look_up", lambda host: "10.0.0.2" if answer.wait(20) else "")
+    pair = Pair()
+    pair.start(request_id="named", host="name")
+    pair.start(request_id="other", host="name")
+    pair.start(request_id="given up", host="name")
+    assert pair.links == []
+    pair.finish(pair.moving())
+    assert pair.events().received == {"r"}, "nobody waits for the name's answer"
+    pair.puller.cancel("given up")
+    assert "cancelled" in dict(pair.events().failed)["given up"]
+    answer.set()
+    pair.notes.get(timeout=20)()
+    assert (pair.link.host, pair.link.address) == ("name", "10.0.0.2")
+    pair.welcome()
+    claims = [message for message, _ in pair.link.asked if isinstance(message, Claim)]
+    assert len(claims) == 2
+
+
+def test_a_name_without_an_answer_is_a_timeout_and_a_late_answer_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(addresses, "look_up", lambda host: "10.0.0.2" if answer.wait(20) else "")
+    pair = Pair()
+    pair.start(host="name")
+    pair.puller.tick(time.monotonic() + 5.1)
+    assert "no answer to name look-up from engine name:1 within 5 s" in pair.failure()
+    answer.set()
+    pair.notes.get(timeout=20)()
+    assert pair.links == []
+
+
+def test_a_name_without_an_address_fails_its_pulls() -> None:
+    pair = Pair()
+    pair.start(host="a" * 64)
+    pair.notes.get(timeout=20)()
+    assert "has no address" in pair.failure()
 
 
 def test_closing_fails_what_is_left() -> None:
