@@ -36,14 +36,29 @@ class HandoffSettings:
     inject: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("lease_s", "grace_s", "transfer_deadline_s"):
+        names = self.connectors
+        if not isinstance(names, tuple) or not names or not all(isinstance(name, str) and name for name in names):
+            raise ConnectorError(f"connectors is {names!r}; it needs a tuple of at least one name")
+        if not isinstance(self.side_channel_host, str) or not self.side_channel_host.strip():
+            raise ConnectorError(
+                f"side_channel_host is {self.side_channel_host!r}; it needs an address of this machine"
+            )
+        port = self.side_channel_port
+        if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 65536:
+            raise ConnectorError(f"side_channel_port is {port!r}; it needs a port, or 0 for any")
+        for name, least in (
+            ("lease_s", "more than 0"),
+            ("grace_s", "0 or more"),
+            ("transfer_deadline_s", "more than 0"),
+        ):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value <= 3600 or (name != "grace_s" and value == 0):
-                raise ConnectorError(f"{name} is {value!r}; it needs seconds, more than 0 and at most 3600")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= 3600 or (value == 0 and least == "more than 0"):
+                raise ConnectorError(f"{name} is {value!r}; it needs seconds, {least}, at most 3600")
         if self.verify not in ("off", "all"):
             raise ConnectorError(f"verify is {self.verify!r}; it needs 'off' or 'all'")
-        if not isinstance(self.side_channel_port, int) or not 0 <= self.side_channel_port < 65536:
-            raise ConnectorError(f"side_channel_port is {self.side_channel_port!r}; it needs a port, or 0 for any")
+        if self.inject is not None and not isinstance(self.inject, str):
+            raise ConnectorError(f"inject is {self.inject!r}; it needs the name of a fault, or nothing")
         if self.inject is not None and self.verify == "off":
             raise ConnectorError(f"inject is {self.inject!r} but verify is 'off': nothing would notice; set verify")
         Injector(self.inject)

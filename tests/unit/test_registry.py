@@ -63,6 +63,15 @@ def test_something_else_under_the_name_is_refused(points: None) -> None:
         ("grace_s", float("nan"), "grace_s is nan"),
         ("verify", "some", "verify is 'some'; it needs 'off' or 'all'"),
         ("side_channel_port", 70000, "side_channel_port is 70000"),
+        ("side_channel_port", True, "side_channel_port is True"),
+        ("side_channel_host", "", "side_channel_host is ''; it needs an address of this machine"),
+        ("side_channel_host", " ", "side_channel_host is ' '"),
+        ("side_channel_host", None, "side_channel_host is None"),
+        ("lease_s", True, "lease_s is True; it needs seconds, more than 0, at most 3600"),
+        ("grace_s", False, "grace_s is False; it needs seconds, 0 or more, at most 3600"),
+        ("connectors", (), "connectors is ()"),
+        ("connectors", "nixl", "connectors is 'nixl'"),
+        ("inject", ["stale"], "inject is ['stale']"),
         ("inject", "flip-byte", "inject is 'flip-byte' but verify is 'off'"),
     ],
 )
@@ -70,6 +79,10 @@ def test_bad_settings_are_named(field: str, value: Any, message: str) -> None:
     with pytest.raises(ConnectorError) as raised:
         HandoffSettings(**{field: value})
     assert message in str(raised.value)
+
+
+def test_no_grace_is_a_setting() -> None:
+    assert HandoffSettings(grace_s=0, lease_s=3600).grace_s == 0
 
 
 def test_an_unknown_injection_lists_the_known_ones() -> None:
