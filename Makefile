@@ -26,10 +26,10 @@ check: setup ## Format, lint, types, layers, fast tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest -q -m "not vllm and not slow and not gpu"
+	$(BIN)/python -m pytest -q -m "not vllm and not slow and not gpu" tests/unit tests/transfer tests/examples tests/vllm
 
 test: setup ## Everything that runs on this machine, real vLLM engines included
-	$(BIN)/python -m pytest -q -m "not gpu and not matrix"
+	$(BIN)/python -m pytest -q -m "not gpu and not matrix" tests/unit tests/transfer tests/examples tests/vllm
 
 test-kit: setup ## The rows of every matrix that `make test` leaves out
 	$(BIN)/python -m pytest -q -m "matrix and not gpu"

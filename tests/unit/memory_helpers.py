@@ -136,7 +136,7 @@ def small_geometry(
     return CacheGeometry(layout, (group,), capacity, granularity_bytes)
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeConnector:
     """Remembers what it was opened with, and can be told to fail."""
 

@@ -17,6 +17,8 @@ from kvx.drivers.host_memory import read_host_memory
 from kvx.errors import DriverError, LayoutError, OutOfDeviceMemory
 
 GRANULE = 4 * MIB
+LARGE = 8 * GRANULE
+NOISE_BYTES = 24 * MIB
 
 
 @pytest.fixture
@@ -52,24 +54,25 @@ def test_a_reservation_takes_addresses_and_no_memory(driver: HostDriver) -> None
 
 
 def test_memory_is_taken_by_create_moved_by_map_and_given_back_by_release(driver: HostDriver) -> None:
-    address = driver.reserve(4 * GRANULE)
+    """Large pieces: other threads of this process may take some MiB meanwhile."""
+    address = driver.reserve(4 * LARGE)
     before = Footprint.now()
-    allocation = driver.create(2 * GRANULE)
+    allocation = driver.create(2 * LARGE)
     created = Footprint.now()
-    assert abs(created.resident_bytes - before.resident_bytes - 2 * GRANULE) < MIB
-    driver.map(address + GRANULE, allocation)
-    assert [permissions(address + i * GRANULE) for i in range(4)] == ["---p", "rw-p", "rw-p", "---p"]
-    assert ctypes.string_at(address + GRANULE, 2 * GRANULE) == bytes(2 * GRANULE)
-    ctypes.memset(address + GRANULE, 7, 2 * GRANULE)
-    driver.unmap(address + GRANULE, allocation)
-    assert permissions(address + GRANULE) == "---p"
-    assert abs(Footprint.now().resident_bytes - created.resident_bytes) < MIB
+    assert abs(created.resident_bytes - before.resident_bytes - 2 * LARGE) < NOISE_BYTES
+    driver.map(address + LARGE, allocation)
+    assert [permissions(address + i * LARGE) for i in range(4)] == ["---p", "rw-p", "rw-p", "---p"]
+    assert ctypes.string_at(address + LARGE, 2 * LARGE) == bytes(2 * LARGE)
+    ctypes.memset(address + LARGE, 7, 2 * LARGE)
+    driver.unmap(address + LARGE, allocation)
+    assert permissions(address + LARGE) == "---p"
+    assert abs(Footprint.now().resident_bytes - created.resident_bytes) < NOISE_BYTES
     driver.map(address, allocation)
-    assert ctypes.string_at(address, 2 * GRANULE) == b"\7" * (2 * GRANULE), "an unmapped allocation keeps its content"
+    assert ctypes.string_at(address, 2 * LARGE) == b"\7" * (2 * LARGE), "an unmapped allocation keeps its content"
     driver.unmap(address, allocation)
     driver.release(allocation)
-    Footprint.now().assert_close(before)
-    driver.release_reservation(address, 4 * GRANULE)
+    Footprint.now().assert_close(before, NOISE_BYTES)
+    driver.release_reservation(address, 4 * LARGE)
 
 
 def test_adjacent_mappings_and_advice_inside_one_do_not_hinder_an_unmap(driver: HostDriver) -> None:
