@@ -121,6 +121,7 @@ def _digests(engines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     parts = [status.get("digests", {}) for status in engines.values()]
     return {
         "checked": sum(part.get("checked", 0) for part in parts),
+        "expected": sum(part.get("expected", 0) for part in parts),
         "mismatched": sum(part.get("mismatched", 0) for part in parts),
         "mismatches": [mismatch for part in parts for mismatch in part.get("mismatches", ())],
     }
@@ -141,7 +142,8 @@ def _conditions(report: Mapping[str, Any], findings: Findings) -> Iterator[Condi
     yield Condition(
         "external hits as expected", hits_agree, f"{hits['observed']} observed, {hits['expected']} expected"
     )
-    yield Condition("digests checked", digests["checked"] > 0, f"{digests['checked']}")
+    everything = digests["checked"] == digests["expected"] > 0
+    yield Condition("digests of everything moved", everything, f"{digests['checked']} of {digests['expected']}")
     yield Condition("digests agree", digests["mismatched"] == 0, _mismatch_detail(digests))
     if not findings.engines:
         yield Condition("engines answered for themselves", False, "no status came over the side channel")

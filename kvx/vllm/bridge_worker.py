@@ -16,7 +16,7 @@ from ..errors import CacheStateError, KVXError
 from ..handoff import CacheFollower, EngineInfo, HandoffWorker, Pull
 from ..layout import KVCacheLayout, require_block_compact
 from . import allocation, settings
-from .bridge_scheduler import PullWork, StepWork
+from .bridge_scheduler import HoldWork, PullWork, StepWork
 from .worker_side import WorkerSeam, current_seam
 
 logger = logging.getLogger("vllm.kvx")
@@ -48,6 +48,7 @@ class BridgeWorker:
         self._received_tokens = 0
         self._tokens_asked: dict[str, int] = {}
         self._refused: set[str] = set()
+        self._not_held: set[str] = set()
 
     @property
     def handoff(self) -> HandoffWorker:
@@ -91,7 +92,7 @@ class BridgeWorker:
     def start(self, work: StepWork) -> None:
         """Hand a step's work to the hand-off threads; returns at once."""
         for hold in work.holds:
-            self.handoff.hold(hold.request_id, hold.blocks, hold.num_tokens)
+            self._hold(hold)
         for pull in work.pulls:
             self._pull(pull)
         for request_id in work.cancels:
@@ -105,17 +106,26 @@ class BridgeWorker:
         """What ended since the last step. A pull of no tokens only frees the owner's blocks: vLLM does not wait."""
         events = self.handoff.poll()
         refused, self._refused = self._refused, set()
+        not_held, self._not_held = frozenset(self._not_held), set()
         asked = {r: self._tokens_asked.pop(r, 0) for r in {*events.received, *events.failed, *refused}}
         for request_id, cause in events.failed.items():
             logger.warning("kvx: hand-off of request %s failed: %s", request_id, cause)
         for request_id in events.expired:
-            logger.warning("kvx: the lease of request %s ran out before anyone read its blocks", request_id)
+            logger.warning("kvx: the hold of request %s ended before anyone read its blocks", request_id)
         self._received_tokens += sum(asked[request_id] for request_id in events.received)
         return Outcome(
-            sent=events.released | events.expired,
+            sent=events.released | events.expired | not_held,
             received=frozenset(r for r in events.received if asked[r]),
             failed=frozenset(r for r in {*events.failed, *refused} if asked[r]),
         )
+
+    def _hold(self, hold: HoldWork) -> None:
+        """A hold that cannot begin (the cache is changing) frees the request's blocks; decode will be refused."""
+        try:
+            self.handoff.hold(hold.request_id, hold.blocks, hold.num_tokens)
+        except KVXError as error:
+            logger.warning("kvx: request %s is not held for decode: %s", hold.request_id, error)
+            self._not_held.add(hold.request_id)
 
     def _pull(self, pull: PullWork) -> None:
         """A hand-off that cannot even begin fails its own request, not the engine."""

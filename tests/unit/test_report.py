@@ -16,7 +16,12 @@ def engine(**transfer):
         "engine_id": "e",
         "handoff": {"holds": 0, "released": 2, "expired": 0},
         "transfer": counts,
-        "digests": {"checked": 6 if counts["count"] else 0, "mismatched": 0, "mismatches": []},
+        "digests": {
+            "checked": 6 if counts["count"] else 0,
+            "expected": 6 if counts["count"] else 0,
+            "mismatched": 0,
+            "mismatches": [],
+        },
         "cache": {
             "blocks_at_warmup": 16,
             "blocks_final": 180,
@@ -52,7 +57,7 @@ def test_a_good_run_passes_with_every_promised_field(findings):
     assert report["accuracy"] == {"baseline": 0.5, "candidate": 0.5}
     assert report["transfer"] == {"bytes": 800, "blocks": 2, "count": 2, "failed": 0, "fallbacks": 0}
     assert report["external_hits"]["expected"] == report["external_hits"]["observed"] == 4
-    assert report["digests"] == {"checked": 6, "mismatched": 0, "mismatches": []}
+    assert report["digests"] == {"checked": 6, "expected": 6, "mismatched": 0, "mismatches": []}
     assert report["engines"]["decode"]["cache"]["blocks_final"] == 180
 
 
@@ -106,13 +111,13 @@ def test_recomputed_prompt_tokens_show_in_the_external_hits(findings):
 
 
 def test_nothing_checked_is_a_failure(findings):
-    findings.engines["decode"]["digests"]["checked"] = 0
-    assert failing(build(findings)) == ["digests checked"]
+    findings.engines["decode"]["digests"]["checked"] = 5
+    assert failing(build(findings)) == ["digests of everything moved"]
 
 
 def test_mismatches_name_request_layer_group_and_position(findings):
     where = {"request": "question-1", "layer_group": "0", "position": 3}
-    findings.engines["decode"]["digests"] = {"checked": 6, "mismatched": 1, "mismatches": [where]}
+    findings.engines["decode"]["digests"] = {"checked": 6, "expected": 6, "mismatched": 1, "mismatches": [where]}
     detail = next(c["detail"] for c in build(findings)["conditions"] if c["name"] == "digests agree")
     assert detail == "1 of 6 differ: request question-1, layer group 0, position 3"
 

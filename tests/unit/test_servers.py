@@ -95,9 +95,10 @@ def test_everything_is_gone_after_an_exception(tmp_path):
 def test_everything_is_gone_after_a_signal(tmp_path, number):
     program = f"""
         import sys; sys.path.insert(0, {str(FAKE.parent)!r})
-        import time, test_servers
+        import signal, time, test_servers
         from pathlib import Path
         from kvx import servers
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for its background jobs
         servers.STOP_DEADLINE_S = 0.5
         with servers.Servers(Path({str(tmp_path)!r})) as running:
             running.start(test_servers.fake())
