@@ -4,6 +4,9 @@ PYTHON ?= python3
 LOCK   := requirements/cpu.txt
 STAMP  := .venv/.setup-$(shell cat $(LOCK) pyproject.toml | sha256sum | cut -c1-16)
 BIN    := .venv/bin
+# These look at their own process's memory, so they get a process in which nothing else has run.
+MEMORY := $(addprefix tests/unit/test_,cache.py cache_machine.py driver_host.py tensor.py vmm.py)
+OTHERS := tests $(addprefix --ignore=,$(MEMORY))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test test-kit verify bench clean
@@ -26,10 +29,12 @@ check: setup ## Format, lint, types, layers, fast tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest -q -m "not vllm and not slow and not gpu" tests/unit tests/transfer tests/examples tests/vllm
+	$(BIN)/python -m pytest -q -m "not gpu" $(MEMORY)
+	$(BIN)/python -m pytest -q -m "not vllm and not slow and not gpu" $(OTHERS)
 
 test: setup ## Everything that runs on this machine, real vLLM engines included
-	$(BIN)/python -m pytest -q -m "not gpu and not matrix" tests/unit tests/transfer tests/examples tests/vllm
+	$(BIN)/python -m pytest -q -m "not gpu" $(MEMORY)
+	$(BIN)/python -m pytest -q -m "not gpu and not matrix" $(OTHERS)
 
 test-kit: setup ## The rows of every matrix that `make test` leaves out
 	$(BIN)/python -m pytest -q -m "matrix and not gpu"
