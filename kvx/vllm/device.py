@@ -6,7 +6,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import sizing
 from ..cache import ExtensibleKVCache
@@ -19,6 +19,9 @@ GRANULARITY_BYTES = 2 << 20
 """Of both kinds of device: the engine core plans the capacity with it, and no device is at hand there."""
 MARGIN_ENVIRONMENT = "KVX_MARGIN"
 """The margin policy: `default` or `peak`."""
+
+
+Warned = TypeVar("Warned", sizing.Budget, sizing.Sizing)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def margin_policy() -> sizing.MarginPolicy:
         raise SizingError(f"{MARGIN_ENVIRONMENT} is {text!r}; it needs one of {known}") from None
 
 
-def said(found: sizing.Sizing) -> sizing.Sizing:
+def said(found: Warned) -> Warned:
     """The same, its warnings logged."""
     for warning in found.warnings:
         logger.warning("kvx: %s", warning)

@@ -35,7 +35,7 @@ class CudaSide(DeviceSide):
 
     def requested_bytes(self, free_bytes: int, total_bytes: int) -> int:
         """In the place of vLLM's `request_memory`, which refuses to start when the share it asks for is not free."""
-        return said_budget(self._budget(free_bytes, total_bytes)).nbytes
+        return said(self._budget(free_bytes, total_bytes)).nbytes
 
     def capacity_bytes(self, profile: Any) -> int:
         """The explicit size; else the budget less what is surely used (weights and what came with them)."""
@@ -127,13 +127,6 @@ class CudaSide(DeviceSide):
             return taken
 
         runner.capture_model = watched
-
-
-def said_budget(budget: sizing.Budget) -> sizing.Budget:
-    """The same, its warnings logged."""
-    for warning in budget.warnings:
-        logger.warning("kvx: %s", warning)
-    return budget
 
 
 def _other_processes(driver: Driver) -> int:
