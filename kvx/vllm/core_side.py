@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from ..errors import EngineError
-from . import activation, allocation, compat
+from . import activation, allocation, compat, parking
 from .device import GRANULARITY_BYTES, Measurement
 
 logger = logging.getLogger("vllm.kvx")
@@ -46,6 +46,7 @@ def _start_stock(original: Any, core: Any, vllm_config: Any, reason: str) -> Any
 
 def _start_growing(original: Any, core: Any, vllm_config: Any) -> Any:
     global _planning
+    parking.use(vllm_config.device_config.device_type)
     fixed = vllm_config.cache_config.num_gpu_blocks_override
     _planning = True
     try:
