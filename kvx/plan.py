@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -170,7 +171,7 @@ def plan(
     _check_committed("destination", destination_ids, destination_num_blocks)
     if first_token < 0 or num_tokens < 0:
         raise LayoutError(f"cannot copy {num_tokens} tokens from token {first_token}; neither may be negative")
-    require_equal(group_differences(destination, source))  # the handshake has said so already
+    _require_alike(destination, source)
     source.check_extent(source_num_blocks)
     destination.check_extent(destination_num_blocks)
     head = max(source.heads.start, destination.heads.start)
@@ -193,6 +194,12 @@ def plan(
         twice = ids[(counts > 1) & (ids >= 0)].tolist()
         raise LayoutError(f"destination blocks {twice} stand at more than one position; each may be written once")
     return _runs(_coalesced(rows), axes)
+
+
+@lru_cache(maxsize=64)
+def _require_alike(ours: GroupGeometry, theirs: GroupGeometry) -> None:
+    """The handshake has said so already; once for each pair, since every transfer asks."""
+    require_equal(group_differences(ours, theirs))
 
 
 def _as_ids(blocks: ArrayLike) -> Ints:
@@ -256,6 +263,7 @@ def _source_ids(source: GroupGeometry, ids: Ints, starts: Ints) -> Ints:
     return known
 
 
+@lru_cache(maxsize=64)
 def _axes(source: GroupGeometry, destination: GroupGeometry, num_heads: int) -> _Axes:
     """Sort heads and layers into axes inside a block and axes across segments.
 

@@ -135,6 +135,9 @@ def test_the_whole_way() -> None:
     assert (copies.local - BASE).tolist() == [7 * 512, 8 * 512]
     pair.finish(transfer)
     assert pair.events().received == {"r"}
+    assert pair.link.told == [], "our engine goes first"
+    assert pair.puller.next_time() is not None
+    pair.puller.tick(time.monotonic() + 1)
     assert pair.link.told == [Release(sequence=0, request_id="theirs", reader=claim.reader)]
     assert pair.side.metrics.blocks == 2
     pair.start(request_id="again")
