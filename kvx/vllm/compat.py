@@ -29,7 +29,7 @@ class KnownVersion:
 
 KNOWN = (
     KnownVersion("0.32", True, "on CPU: the whole test suite"),
-    KnownVersion("0.33", False, "on one H200 the growing cache answers as stock; no hand-off has run"),
+    KnownVersion("0.33", False, "on one H200 a pair answered as one stock server; its negative controls have not run"),
 )
 
 #: Every function of vLLM that the seam wraps, calls or overrides.
@@ -54,11 +54,15 @@ TOUCHED = (
     "vllm.v1.worker.gpu_worker:Worker.init_device",
     "vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
     "vllm.v1.worker.gpu_worker:Worker.shutdown",
+    "vllm.v1.worker.gpu_worker:Worker.sleep",
+    "vllm.v1.worker.gpu_worker:Worker.wake_up",
+    "vllm.v1.worker.gpu_worker:Worker.discard",
     "vllm.v1.worker.gpu_worker:request_memory",
     "vllm.engine.arg_utils:EngineArgs.create_engine_config",
     "vllm.v1.worker.gpu.attn_utils:allocate_kv_cache",
     "vllm.v1.worker.gpu.kv_connector:get_kv_connector",
     "vllm.v1.worker.gpu_worker:ensure_kv_transfer_initialized",
+    "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait",
     "vllm.distributed.kv_transfer:get_kv_transfer_group",
     "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized",
     "vllm.distributed.kv_transfer.kv_connector.utils:copy_kv_blocks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from . import parking
 from .hooks import Wrapper
 
 
@@ -62,7 +63,11 @@ TARGETS = (
     Target(
         "vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", _lazy("worker_side", "initialize_from_config")
     ),
+    Target(WORKER_MODULE, "Worker.sleep", _lazy("worker_side", "sleep")),
+    Target(WORKER_MODULE, "Worker.wake_up", _lazy("worker_side", "wake_up")),
+    Target(WORKER_MODULE, "Worker.discard", _lazy("worker_side", "discard")),
     Target("vllm.v1.worker.gpu_worker", "Worker.shutdown", _lazy("worker_side", "shut_down")),
     Target("vllm.v1.worker.gpu_worker", "ensure_kv_transfer_initialized", _lazy("worker_side", "ensure_connector")),
     Target("vllm.v1.worker.gpu_model_runner", "allocate_kv_cache", _lazy("worker_side", "allocate")),
+    Target("vllm.distributed.device_communicators.shm_broadcast", "SpinCondition.wait", parking.wait),
 )

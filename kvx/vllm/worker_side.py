@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 
-from ..cache import ExtensibleKVCache
+from ..cache import CacheState, ExtensibleKVCache
 from ..errors import EngineError
 from ..sizing import agreed_count
-from . import activation, allocation
+from . import activation, allocation, parking
 from .device import DeviceSide, Measurement
 from .device_cpu import CpuSide
 
 logger = logging.getLogger("vllm.kvx")
+
+#: vLLM's name for the cache among the memory that can sleep.
+KV_TAG = "kv_cache"
 
 _current: WorkerSeam | None = None
 
@@ -77,6 +80,7 @@ class WorkerSeam:
         self.measurement = Measurement(agreed, self.measurement.explicit_size)
         logger.info("kvx: %d blocks after warm-up; where the memory went:\n%s", final_blocks, agreed.ledger.table())
         cache.extend_kv_cache(final_blocks)
+        parking.use(self.worker.device_config.device_type)
         self.kv_cache_config.num_blocks = final_blocks
         self.worker.cache_config.num_gpu_blocks = final_blocks
         if self.worker.vllm_config.kv_transfer_config is None:
@@ -208,6 +212,40 @@ def shut_down(original: Any, worker: Any) -> Any:
     if seam is not None and seam.cache is not None:
         seam.cache.close()
     return result
+
+
+def sleep(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `Worker.sleep`: vLLM's sleep backends know only memory that they allocated, so the cache goes first."""
+    _give_back(worker)
+    return original(worker, *args, **kwargs)
+
+
+def discard(original: Any, worker: Any, tags: tuple[str, ...]) -> Any:
+    """Around `Worker.discard`: the cache alone goes, where it is named."""
+    if KV_TAG in tags:
+        _give_back(worker)
+    return original(worker, tags)
+
+
+def wake_up(original: Any, worker: Any, tags: list[str] | None = None) -> Any:
+    """Around `Worker.wake_up`: the same blocks at the same addresses, all zeros, and the connectors open again.
+
+    Before vLLM's own part, which may write to the cache. OutOfDeviceMemory: somebody has taken the memory meanwhile;
+    the cache stays asleep, and a later wake-up tries again.
+    """
+    seam = _active_seam(worker)
+    wanted = tags is None or KV_TAG in tags
+    if wanted and seam is not None and seam.cache is not None and seam.cache.state is CacheState.ASLEEP:
+        seam.cache.wake()
+    return original(worker, tags)
+
+
+def _give_back(worker: Any) -> None:
+    seam = _active_seam(worker)
+    if seam is not None and seam.cache is not None and seam.cache.state is CacheState.READY:
+        committed_bytes = seam.cache.committed_bytes
+        seam.cache.sleep()
+        logger.info("kvx: the cache is asleep, %.2f GiB given back", committed_bytes / 2**30)
 
 
 # --- called by `core_side` through vLLM's collective_rpc, as methods of the worker -----------------------------------

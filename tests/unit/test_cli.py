@@ -140,8 +140,9 @@ def test_every_option_of_verify_reaches_the_run(kvx, model, monkeypatch, tmp_pat
     monkeypatch.setattr(app, "verify", verify)
     options = "--connector nixl --limit 5 --shots 2 --max-tokens 7 --concurrency 3 --no-judge-answers --inject stale"
     options += " --dtype bfloat16 --block-size 32 --max-model-len 512 --kv-space 3 --explicit-size 40 --layout HND"
-    options += f" --logs {tmp_path / 'logs'}"
-    require_sentence(kvx("verify", "--model", model, *options.split()), "stop here")
+    options += f" --no-eager --logs {tmp_path / 'logs'}"
+    given = ["--engine-args", "--attention-backend TRITON_ATTN --seed '7'"]
+    require_sentence(kvx("verify", "--model", model, *options.split(), *given), "stop here")
     (settings,) = seen
     assert settings == VerifySettings(
         run=RunSettings(
@@ -154,6 +155,8 @@ def test_every_option_of_verify_reaches_the_run(kvx, model, monkeypatch, tmp_pat
             explicit_blocks=40,
             layout="HND",
             inject="stale",
+            eager=False,
+            arguments=("--attention-backend", "TRITON_ATTN", "--seed", "7"),
         ),
         problems=own_problems()[:5],
         shots=own_shots()[:2],
@@ -162,6 +165,13 @@ def test_every_option_of_verify_reaches_the_run(kvx, model, monkeypatch, tmp_pat
         judge_answers=False,
         logs=tmp_path / "logs",
     )
+
+
+def test_engine_arguments_that_are_no_words_are_refused(kvx, model):
+    code, said = kvx("verify", "--model", model, "--engine-args", "--seed '7")
+    assert code == 2
+    assert "--engine-args" in said
+    assert "No closing quotation" in said
 
 
 def test_every_option_of_bench_reaches_the_run(kvx, model, monkeypatch):

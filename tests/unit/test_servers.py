@@ -227,8 +227,12 @@ def test_command_and_environment():
         explicit_blocks=50,
         kv_transfer={"kv_connector": "KvxConnector"},
         environment={"VLLM_PLUGINS": ""},
+        eager=False,
+        arguments=("--seed", "7"),
     )
     command = settings.command()
+    assert "--enforce-eager" not in command
+    assert command[-2:] == ["--seed", "7"]
     assert command[command.index("--num-gpu-blocks-override") + 1] == "50"
     assert json.loads(command[command.index("--kv-transfer-config") + 1]) == {"kv_connector": "KvxConnector"}
     environment = settings.full_environment(Path("/scratch"))
@@ -243,6 +247,7 @@ def test_an_unset_size_is_left_to_vllm(monkeypatch):
     settings = EngineSettings(name="e", model=Path("/m"), port=80)
     assert "--num-gpu-blocks-override" not in settings.command()
     assert "--kv-transfer-config" not in settings.command()
+    assert "--enforce-eager" in settings.command()
     assert "VLLM_CPU_KVCACHE_SPACE" not in settings.full_environment(Path("/s"))
 
 
