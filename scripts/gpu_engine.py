@@ -23,10 +23,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 SEED = 0
-DECODED_REQUESTS, DECODED_TOKENS = 256, 256
+DECODED_REQUESTS, DECODED_TOKENS = 256, 192
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("questions", type=Path)
@@ -37,11 +37,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--load", action="store_true", help="200 mixed requests at once after the questions")
     parser.add_argument("--decode", action="store_true", help="time a batch that mostly decodes")
     parser.add_argument("--engine", type=json.loads, default={}, help="more engine arguments, as JSON")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main() -> None:
-    options = arguments()
+def main(words: Sequence[str] | None = None) -> None:
+    options = arguments(words)
     import torch
     import vllm
     from vllm import LLM

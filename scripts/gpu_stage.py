@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -42,27 +43,58 @@ class Stage:
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     measurements: dict[str, Any] = field(default_factory=dict)
 
-    def engine(self, name: str, *flags: str, engine: Mapping[str, Any] | None = None, **environment: str) -> dict:
-        """Run one engine; what it found, or `{"error": its last lines}`."""
+    def engine(
+        self, name: str, *flags: str, engine: Mapping[str, Any] | None = None, fork: bool = False, **environment: str
+    ) -> dict[str, Any]:
+        """Run one engine; what it found, or `{"error": its last lines}`. `fork`: in a copy of this process, whose
+        imports are done already; without, in a fresh one, whose status shows how it ended."""
         result = self.options.folder / f"{self.name}-{name}.json"
         result.unlink(missing_ok=True)
-        command = [sys.executable, str(HERE / "gpu_engine.py"), self.options.model, str(self.options.questions)]
-        command += [str(result), *flags]
+        words = [self.options.model, str(self.options.questions), str(result), *flags]
         if engine:
-            command += ["--engine", json.dumps(engine)]
-        found = self.command(name, command, **environment)
+            words += ["--engine", json.dumps(engine)]
+        if fork:
+            found = self.forked(name, words)
+        else:
+            found = self.command(name, [sys.executable, str(HERE / "gpu_engine.py"), *words], **environment)
         if result.exists():
-            found = json.loads(result.read_text())
+            found = {"status": found["status"], **json.loads(result.read_text())}
         self.note(name, found)
         return found
 
     def command(self, name: str, command: Sequence[str], **environment: str) -> dict[str, Any]:
-        log = self.options.folder / f"{self.name}-{name}.log"
+        log = self.log(name)
         started_s = time.monotonic()
         with log.open("wb") as output:
             done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment})
-        say(f"{self.name} {name}: status {done.returncode} after {time.monotonic() - started_s:.0f} s")
-        return {"status": done.returncode, "error": last_error(log.read_text(errors="replace"))}
+        return self.ended(name, done.returncode, started_s)
+
+    def forked(self, name: str, words: Sequence[str]) -> dict[str, Any]:
+        """vLLM starts no CUDA when it is imported, so a fork after the import may."""
+        import gpu_engine
+        from vllm import LLM  # noqa: F401  (the imports are what the fork saves)
+
+        started_s = time.monotonic()
+        process = os.fork()
+        if process == 0:
+            with self.log(name).open("wb") as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+            try:
+                gpu_engine.main(words)
+            except BaseException:  # noqa: BLE001  (the child must end here, whatever happened)
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(process, 0)
+        return self.ended(name, os.waitstatus_to_exitcode(status), started_s)
+
+    def log(self, name: str) -> Path:
+        return self.options.folder / f"{self.name}-{name}.log"
+
+    def ended(self, name: str, status: int, started_s: float) -> dict[str, Any]:
+        say(f"{self.name} {name}: status {status} after {time.monotonic() - started_s:.0f} s")
+        return {"status": status, "error": last_error(self.log(name).read_text(errors="replace"))}
 
     def note(self, name: str, found: dict[str, Any]) -> None:
         self.runs[name] = {key: value for key, value in found.items() if key != "tokens"}
@@ -139,7 +171,7 @@ def bench(stage: Stage) -> None:
         pair = {}
         for kind in ("stock", "kvx") if number % 2 else ("kvx", "stock"):
             flags = ("--decode", "--kvx") if kind == "kvx" else ("--decode",)
-            pair[kind] = stage.engine(f"{kind}-{number}", *flags, engine=same)
+            pair[kind] = stage.engine(f"{kind}-{number}", *flags, engine=same, fork=True)
         if number and all("decode" in found for found in pair.values()):
             tokens_per_s.append(min(pair["stock"]["decode"]["seconds"]) / min(pair["kvx"]["decode"]["seconds"]))
             extra_s.append(pair["kvx"]["ready_s"] - pair["stock"]["ready_s"])
@@ -177,7 +209,7 @@ def pd(stage: Stage) -> None:
             pd__ttft_ratio=metrics["first_token_s"]["ratio"], pd__handoff_p50_ratio=metrics["handoff_p50_s"]["ratio"]
         )
     for fault in ("flip-byte", "swap-blocks", "stale"):
-        command = [*verify, "--limit", "4", "--inject", fault, *logs]
+        command = [*verify, "--limit", "4", "--no-judge-answers", "--inject", fault, *logs]
         stage.note(fault, stage.command(fault, command, **transports))
         stage.measured(**{f"pd__nixl__{fault.replace('-', '_')}_status": stage.runs[fault]["status"]})
 

@@ -27,6 +27,7 @@ class CudaSide(DeviceSide):
         self._config = worker.vllm_config
         self._driver: CudaDriver | None = None
         self._graph_bytes = 0
+        self._free_after_profile_bytes: int | None = None
 
     def driver(self) -> Driver:
         if self._driver is None:
@@ -40,6 +41,7 @@ class CudaSide(DeviceSide):
     def capacity_bytes(self, profile: Any) -> int:
         """The explicit size; else the budget less what is surely used (weights and what came with them)."""
         profiled = int(profile())
+        self._free_after_profile_bytes = self.driver().memory_info().free_bytes
         if self._config.cache_config.kv_cache_memory_bytes:
             return profiled
         requested: int = self._worker.requested_memory
@@ -64,7 +66,7 @@ class CudaSide(DeviceSide):
         budget = self._budget(snapshot.free_memory, snapshot.total_memory)
         free = self.driver().memory_info().free_bytes
         taken = max(0, snapshot.free_memory - free - cache.committed_bytes)
-        used = self._named(taken)
+        used = self._named(taken, free + cache.committed_bytes)
         explicit_bytes = self._config.cache_config.kv_cache_memory_bytes
         if fixed_blocks is not None:
             found = sizing.fixed_count(budget, used, cache.table, request, num_blocks=fixed_blocks)
@@ -101,12 +103,22 @@ class CudaSide(DeviceSide):
             other_processes=_other_processes(self.driver()),
         )
 
-    def _named(self, taken: int) -> dict[str, int]:
-        """What the engine has taken since before it loaded, as far as it can be told apart."""
+    def _named(self, taken: int, free: int) -> dict[str, int]:
+        """What the engine has taken since before it loaded, as far as it can be told apart.
+
+        What came after vLLM's profile is what an estimate from that profile would have missed.
+        """
         weights = min(taken, int(getattr(self._worker.model_runner, "model_memory_usage", 0)))
         graphs = min(taken - weights, self._graph_bytes)
         rest = taken - weights - graphs
-        return {"weights": weights, "captured graphs": graphs, "context, workspaces and what torch keeps": rest}
+        profiled = free if self._free_after_profile_bytes is None else self._free_after_profile_bytes
+        late = min(rest, max(0, profiled - free - graphs))
+        return {
+            "weights": weights,
+            "captured graphs": graphs,
+            "workspaces that came after profiling": late,
+            "context, workspaces and what torch keeps": rest - late,
+        }
 
     def _transient_peak_bytes(self) -> int:
         from vllm import envs
