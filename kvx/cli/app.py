@@ -27,6 +27,7 @@ from kvx.verify.questions import load_problems, own_problems, own_shots
 from kvx.verify.runner import VerifySettings, verify
 
 FAILED = 1
+DEFAULT_BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
 INJECTIONS = ("flip-byte", "swap-blocks", "stale")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -43,12 +44,19 @@ Model = Annotated[
 ]
 Connector = Annotated[str, typer.Option(help="Connectors of the kvx pair, separated by commas.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16. Answers are comparable in float32 only.")]
-BlockSize = Annotated[int, typer.Option(min=1, help="Tokens in one block.")]
+BlockSize = Annotated[
+    int | None, typer.Option(min=1, help="Tokens in one block; by default 128 on a CPU, and 16 on a GPU.")
+]
 MaxModelLen = Annotated[int, typer.Option(min=2, help="Tokens of the longest request.")]
-KVSpace = Annotated[int, typer.Option(min=0, help="GiB that each engine may plan with on CPU; 0: leave it to vLLM.")]
+KVSpace = Annotated[
+    int, typer.Option(min=0, help="GiB that each engine on a CPU may plan with; 0: what is free is measured.")
+]
 ExplicitSize = Annotated[int | None, typer.Option(min=1, help="Blocks per engine, instead of measuring.")]
 Layout = Annotated[str | None, typer.Option(help="KV cache layout; by default vLLM decides.")]
-Eager = Annotated[bool, typer.Option(help="Without torch.compile and graphs; on a GPU give --no-eager.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default what the installed vLLM computes on.")]
+Eager = Annotated[
+    bool | None, typer.Option(help="Without torch.compile and graphs; by default on a CPU, and not on a GPU.")
+]
 EngineArgs = Annotated[str, typer.Option(help="More options for every vLLM server, as on its command line.")]
 FirstPort = Annotated[int, typer.Option(min=0, max=65535, help="First of four ports; 0: free ones are chosen.")]
 Logs = Annotated[Path | None, typer.Option(help="Folder for the engines' logs.")]
@@ -78,12 +86,13 @@ def verify_command(
     inject: Annotated[str | None, typer.Option(help="A fault on purpose: flip-byte, swap-blocks or stale.")] = None,
     model: Model = None,
     dtype: Dtype = "float32",
-    block_size: BlockSize = 128,
+    block_size: BlockSize = None,
     max_model_len: MaxModelLen = 2048,
     kv_space: KVSpace = 1,
     explicit_size: ExplicitSize = None,
     layout: Layout = None,
-    eager: Eager = True,
+    device: Device = None,
+    eager: Eager = None,
     engine_args: EngineArgs = "",
     first_port: FirstPort = 0,
     logs: Logs = None,
@@ -103,6 +112,7 @@ def verify_command(
         kv_space,
         explicit_size,
         layout,
+        device,
         eager,
         engine_args,
         first_port,
@@ -135,11 +145,12 @@ def bench_pd_command(
     ] = None,
     model: Model = None,
     dtype: Dtype = "float32",
-    block_size: BlockSize = 128,
+    block_size: BlockSize = None,
     max_model_len: MaxModelLen = 2048,
     kv_space: KVSpace = 1,
     explicit_size: ExplicitSize = None,
-    eager: Eager = True,
+    device: Device = None,
+    eager: Eager = None,
     engine_args: EngineArgs = "",
     first_port: FirstPort = 0,
     logs: Logs = None,
@@ -157,6 +168,7 @@ def bench_pd_command(
         kv_space,
         explicit_size,
         None,
+        device,
         eager,
         engine_args,
         first_port,
@@ -190,17 +202,21 @@ def _run_settings(
     model: Path | None,
     connector: str,
     dtype: str,
-    block_size: int,
+    block_size: int | None,
     max_model_len: int,
     kv_space: int,
     explicit_size: int | None,
     layout: str | None,
-    eager: bool,
+    device: str | None,
+    eager: bool | None,
     engine_args: str,
     first_port: int,
 ) -> RunSettings:
     """Check everything that can be checked before the first engine starts."""
-    require_known_vllm()
+    installed = require_known_vllm()
+    chosen = device or installed
+    if chosen not in DEFAULT_BLOCK_TOKENS:
+        raise typer.BadParameter(f"{chosen!r} is none of {', '.join(DEFAULT_BLOCK_TOKENS)}", param_hint="--device")
     names = tuple(name.strip() for name in connector.split(",") if name.strip())
     if not names:
         raise typer.BadParameter("at least one name is needed, for example nixl", param_hint="--connector")
@@ -213,12 +229,13 @@ def _run_settings(
         model=require_model_folder(model.resolve()) if model is not None else default_model(),
         connectors=names,
         dtype=dtype,
-        block_size_tokens=block_size,
+        block_size_tokens=block_size or DEFAULT_BLOCK_TOKENS[chosen],
         max_model_len_tokens=max_model_len,
         kv_space_gib=kv_space or None,
         explicit_blocks=explicit_size,
         layout=layout,
-        eager=eager,
+        device=chosen,
+        eager=chosen == "cpu" if eager is None else eager,
         arguments=_words(engine_args),
         first_port=first_port,
     )

@@ -123,8 +123,7 @@ def build(settings: BenchSettings, rounds: dict[str, list[Round]]) -> dict[str, 
         "concurrency": settings.concurrency,
         "prompt_tokens": settings.prompt_tokens,
         "new_tokens": settings.new_tokens,
-        "model": settings.run.model.name,
-        "dtype": settings.run.dtype,
+        **settings.run.described(),
         "metrics": metrics,
         "handoffs": {
             name: {"count": len(found), "p50_s": percentile(found, 50), "p99_s": percentile(found, 99)}
@@ -151,7 +150,7 @@ def _start(settings: BenchSettings, servers: Servers, name: str, progress: Progr
     else:
         pair = engines.stock_pair(settings.run, environment=timed)
     prefill = servers.start(pair.prefill)
-    if settings.run.kv_space_gib is None:  # it measures what is free: nobody else may be taking some now
+    if settings.run.start_one_by_one:
         servers.wait_healthy(waiting=progress.waiting, only=[prefill])
     side = _Side(name, prefill, servers.start(pair.decode), log)
     servers.wait_healthy(waiting=progress.waiting, only=side.servers)

@@ -21,7 +21,7 @@ BASELINE_SPACE_GIB = 1
 class RunSettings:
     """What all engines of a run share. `first_port` 0: free ports are chosen. `arguments` go to every vLLM as they are.
 
-    Without `kv_space_gib` each engine measures what is free, so they start one after the other.
+    `kv_space_gib` is for engines on a CPU; GPU engines have their share of the device by `arguments`.
     """
 
     model: Path
@@ -34,9 +34,33 @@ class RunSettings:
     explicit_blocks: int | None = None
     layout: str | None = None
     inject: str | None = None
+    device: str = "cpu"
     eager: bool = True
     arguments: tuple[str, ...] = ()
     first_port: int = 0
+
+    @property
+    def start_one_by_one(self) -> bool:
+        """Each engine measures what is free, so nobody else may be taking some meanwhile."""
+        return self.device != "cpu" or self.kv_space_gib is None
+
+    def described(self) -> dict[str, Any]:
+        """All that somebody needs who repeats the run; ports and the model's folder are the machine's own."""
+        return {
+            "model": self.model.name,
+            "connectors": list(self.connectors),
+            "device": self.device,
+            "dtype": self.dtype,
+            "block_size_tokens": self.block_size_tokens,
+            "max_model_len_tokens": self.max_model_len_tokens,
+            "max_num_seqs": self.max_num_seqs,
+            "kv_space_gib": self.kv_space_gib,
+            "explicit_blocks": self.explicit_blocks,
+            "layout": self.layout,
+            "eager": self.eager,
+            "arguments": list(self.arguments),
+            "inject": self.inject,
+        }
 
 
 @dataclass(frozen=True)
@@ -117,6 +141,7 @@ def _engine(run: RunSettings, name: str, port: int) -> EngineSettings:
         max_num_seqs=run.max_num_seqs,
         explicit_blocks=run.explicit_blocks,
         kv_space_gib=run.kv_space_gib,
+        device=run.device,
         eager=run.eager,
         arguments=run.arguments,
     )

@@ -103,8 +103,7 @@ def _ask_pair(
     progress.stage("candidate: starting a prefill and a decode server")
     pair = engines.kvx_pair(settings.run, digests=True)
     prefill = servers.start(pair.prefill)
-    if settings.run.kv_space_gib is None:
-        # Each measures what is free, so the second must not look while the first is loading.
+    if settings.run.start_one_by_one:
         servers.wait_healthy(waiting=progress.waiting)
     decode = servers.start(pair.decode)
     servers.wait_healthy(waiting=progress.waiting)
@@ -165,15 +164,8 @@ def _settled_statuses(pair: engines.Pair) -> dict[str, dict[str, Any]]:
 
 
 def _described(settings: VerifySettings) -> dict[str, Any]:
-    run = settings.run
     return {
-        "model": run.model.name,
-        "connectors": list(run.connectors),
-        "dtype": run.dtype,
-        "block_size_tokens": run.block_size_tokens,
-        "max_model_len_tokens": run.max_model_len_tokens,
-        "explicit_blocks": run.explicit_blocks,
-        "inject": run.inject,
+        **settings.run.described(),
         "shots": len(settings.shots),
         "max_tokens": settings.max_tokens,
         "concurrency": settings.concurrency,

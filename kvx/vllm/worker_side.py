@@ -6,6 +6,7 @@ The hooks are plain wrappers `(original, *args)`; what a worker needs to remembe
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -215,9 +216,17 @@ def shut_down(original: Any, worker: Any) -> Any:
 
 
 def sleep(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `Worker.sleep`: vLLM's sleep backends know only memory that they allocated, so the cache goes first."""
-    _give_back(worker)
-    return original(worker, *args, **kwargs)
+    """Around `Worker.sleep`: vLLM's sleep backends know only memory that they allocated, so the cache goes first.
+
+    Where vLLM's part fails, vLLM believes itself awake: the cache comes back.
+    """
+    gave_back = _give_back(worker)
+    try:
+        return original(worker, *args, **kwargs)
+    except BaseException:
+        if gave_back:
+            _active_cache(worker).wake()
+        raise
 
 
 def discard(original: Any, worker: Any, tags: tuple[str, ...]) -> Any:
@@ -230,22 +239,38 @@ def discard(original: Any, worker: Any, tags: tuple[str, ...]) -> Any:
 def wake_up(original: Any, worker: Any, tags: list[str] | None = None) -> Any:
     """Around `Worker.wake_up`: the same blocks at the same addresses, all zeros, and the connectors open again.
 
-    Before vLLM's own part, which may write to the cache. OutOfDeviceMemory: somebody has taken the memory meanwhile;
-    the cache stays asleep, and a later wake-up tries again.
+    All or nothing, so that a later wake-up can try again: the cache goes first, because vLLM's part cannot be undone,
+    and goes back to sleep where that fails. OutOfDeviceMemory: somebody has taken the memory meanwhile.
     """
-    seam = _active_seam(worker)
-    wanted = tags is None or KV_TAG in tags
-    if wanted and seam is not None and seam.cache is not None and seam.cache.state is CacheState.ASLEEP:
-        seam.cache.wake()
-    return original(worker, tags)
+    cache = _active_cache(worker)
+    woken = cache is not None and cache.state is CacheState.ASLEEP and (tags is None or KV_TAG in tags)
+    if woken:
+        # What torch keeps of freed tensors, of reloaded weights for example, is memory that the cache had before.
+        gc.collect()
+        torch.cuda.empty_cache()
+        cache.wake()
+    try:
+        return original(worker, tags)
+    except BaseException:
+        if woken:
+            cache.sleep()
+        raise
 
 
-def _give_back(worker: Any) -> None:
+def _give_back(worker: Any) -> bool:
+    cache = _active_cache(worker)
+    if cache is None or cache.state is not CacheState.READY:
+        return False
+    committed_bytes = cache.committed_bytes
+    cache.sleep()
+    logger.info("kvx: the cache is asleep, %.2f GiB given back", committed_bytes / 2**30)
+    return True
+
+
+def _active_cache(worker: Any) -> Any:
+    """The worker's cache, None where vLLM has its own."""
     seam = _active_seam(worker)
-    if seam is not None and seam.cache is not None and seam.cache.state is CacheState.READY:
-        committed_bytes = seam.cache.committed_bytes
-        seam.cache.sleep()
-        logger.info("kvx: the cache is asleep, %.2f GiB given back", committed_bytes / 2**30)
+    return None if seam is None else seam.cache
 
 
 # --- called by `core_side` through vLLM's collective_rpc, as methods of the worker -----------------------------------

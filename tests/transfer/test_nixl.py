@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -38,6 +41,28 @@ def test_read_write_and_notify(pair: tuple[Remote, Remote]) -> None:
     assert ours.finish(10)[0] == "done"
     assert theirs.peek(999, 66) == b"\0" + b"\x01" * 64 + b"\0"
     assert [message for _, message in theirs.notifications(2.0)] == [b"written"]
+
+
+@pytest.mark.parametrize(("transports", "loads_rdma"), [("tcp,self,cma", False), ("all", True)])
+def test_rdma_modules_are_loaded_only_where_a_transport_may_need_them(transports: str, loads_rdma: bool) -> None:
+    """Theirs and a host's own libnl in one process end it with SIGSEGV at exit."""
+    script = (
+        "import ctypes, numpy, pathlib\n"
+        "from kvx.region import Mapping, MemoryRegion\n"
+        "from kvx_connectors.nixl import NixlConnector\n"
+        "memory = numpy.zeros(4096, numpy.uint8)\n"
+        "connector = NixlConnector()\n"
+        "mapping = Mapping(memory.ctypes.data, 4096, 1, 'cpu')\n"
+        "connector.open([MemoryRegion(memory.ctypes.data, 4096, 0, mapping)], 1)\n"
+        "print('libuct_ib' in pathlib.Path('/proc/self/maps').read_text())\n"
+        "connector.close()\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "UCX_MODULES"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**environment, "UCX_TLS": transports}, capture_output=True, text=True
+    )
+    assert done.stdout.split()[-1:] == [str(loads_rdma)], done.stderr[-2000:]
+    assert loads_rdma or done.returncode == 0
 
 
 def test_only_registered_bytes_are_touched(pair: tuple[Remote, Remote]) -> None:

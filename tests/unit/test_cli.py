@@ -1,5 +1,6 @@
 """Bad input to the command: one clear sentence, a non-zero status, and no engine is ever started."""
 
+import contextlib
 import json
 import re
 import socket
@@ -140,7 +141,7 @@ def test_every_option_of_verify_reaches_the_run(kvx, model, monkeypatch, tmp_pat
     monkeypatch.setattr(app, "verify", verify)
     options = "--connector nixl --limit 5 --shots 2 --max-tokens 7 --concurrency 3 --no-judge-answers --inject stale"
     options += " --dtype bfloat16 --block-size 32 --max-model-len 512 --kv-space 3 --explicit-size 40 --layout HND"
-    options += f" --no-eager --logs {tmp_path / 'logs'}"
+    options += f" --device cuda --logs {tmp_path / 'logs'}"
     given = ["--engine-args", "--attention-backend TRITON_ATTN --seed '7'"]
     require_sentence(kvx("verify", "--model", model, *options.split(), *given), "stop here")
     (settings,) = seen
@@ -155,6 +156,7 @@ def test_every_option_of_verify_reaches_the_run(kvx, model, monkeypatch, tmp_pat
             explicit_blocks=40,
             layout="HND",
             inject="stale",
+            device="cuda",
             eager=False,
             arguments=("--attention-backend", "TRITON_ATTN", "--seed", "7"),
         ),
@@ -165,6 +167,18 @@ def test_every_option_of_verify_reaches_the_run(kvx, model, monkeypatch, tmp_pat
         judge_answers=False,
         logs=tmp_path / "logs",
     )
+
+
+@pytest.mark.parametrize(("device", "block_size", "eager"), [("cpu", 128, True), ("cuda", 16, False)])
+def test_the_device_sets_what_is_not_given(kvx, model, monkeypatch, device, block_size, eager):
+    seen = []
+    monkeypatch.setattr(app, "require_known_vllm", lambda: device)
+    monkeypatch.setattr(app, "verify", lambda settings, _progress: seen.append(settings.run) or 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        kvx("verify", "--model", model)
+    (run,) = seen
+    assert (run.device, run.block_size_tokens, run.eager) == (device, block_size, eager)
+    assert run.start_one_by_one == (device == "cuda")
 
 
 def test_engine_arguments_that_are_no_words_are_refused(kvx, model):
@@ -182,9 +196,10 @@ def test_every_option_of_bench_reaches_the_run(kvx, model, monkeypatch):
         raise EngineError("stop here")
 
     monkeypatch.setattr(app, "bench_pd", bench_pd)
-    options = "--pairs 2 --requests 3 --prompt-tokens 50 --new-tokens 4 --kv-space 0 --explicit-size 40"
-    require_sentence(kvx("bench", "pd", "--model", model, *options.split()), "stop here")
-    run = RunSettings(model=model, explicit_blocks=40, kv_space_gib=None)
+    options = "--pairs 2 --requests 3 --prompt-tokens 50 --new-tokens 4 --kv-space 0 --explicit-size 40 --no-eager"
+    given = ["--engine-args", "--seed 7"]
+    require_sentence(kvx("bench", "pd", "--model", model, *options.split(), *given), "stop here")
+    run = RunSettings(model=model, explicit_blocks=40, kv_space_gib=None, eager=False, arguments=("--seed", "7"))
     assert seen == [BenchSettings(run=run, pairs=2, requests=3, prompt_tokens=50, new_tokens=4)]
 
 

@@ -435,6 +435,25 @@ def test_a_name_without_an_address_fails_its_pulls() -> None:
     assert "has no address" in pair.failure()
 
 
+@pytest.mark.parametrize("end", ["close", "link lost", "disconnected"])
+def test_an_owner_that_goes_hears_first_of_all_that_is_over(end: str) -> None:
+    pair = Pair()
+    pair.finish(pair.moving())
+    link = pair.link
+    assert link.told == [], "the release waits until our engine has had its turn"
+    if end == "close":
+        pair.puller.close()
+    elif end == "link lost":
+        pair.puller.on_link_lost(link)  # type: ignore[arg-type]
+    else:  # another pull's greeting fails, and takes the record with it
+        pair.start(request_id="second")
+        pair.claimed(generation=2)
+        pair.link.answer(Hello, Refused(sequence=1, reason="no"))
+    assert [type(message) for message in link.told][:1] == [Release]
+    assert len([message for message in link.told if message.request_id == "theirs"]) >= 1
+    assert pair.side.metrics.internal_errors == 0
+
+
 def test_closing_fails_what_is_left() -> None:
     pair = Pair()
     pair.start()

@@ -51,6 +51,7 @@ class FakeServers:
     def __init__(self, logs=None):
         self.running = []
         self.together = []
+        self.waited = []
 
     def __enter__(self):
         return self
@@ -67,7 +68,7 @@ class FakeServers:
         return self.running[-1]
 
     def wait_healthy(self, **_):
-        pass
+        self.waited.append([server.settings.name for server in self.running])
 
     def stop_all(self):
         self.running.clear()
@@ -115,6 +116,17 @@ def test_baseline_is_gone_before_the_pair_starts(world, settings):
     assert progress.done == [(1, 3), (2, 3), (3, 3)] * 2
     assert len(report["answers"]) == 3
     assert not report["passed"], "the stand-ins give no cache status"
+
+
+@pytest.mark.parametrize(
+    ("device", "kv_space_gib", "waits"), [("cpu", 1, []), ("cpu", None, [["prefill"]]), ("cuda", 1, [["prefill"]])]
+)
+def test_engines_that_measure_what_is_free_start_one_after_the_other(world, settings, device, kv_space_gib, waits):
+    run = dataclasses.replace(settings.run, device=device, kv_space_gib=kv_space_gib)
+    report = runner.verify(dataclasses.replace(settings, run=run), Quiet())
+    assert world.waited == [["baseline"], *waits, ["prefill", "decode"]]
+    assert report["settings"]["device"] == device
+    assert report["settings"]["arguments"] == []
 
 
 def test_a_refused_question_is_a_difference_and_the_run_goes_on(world, settings):

@@ -196,11 +196,13 @@ def test_cores_are_dealt_out_evenly(monkeypatch, cores, shares):
     assert share_cores(2) == shares
 
 
-@pytest.mark.parametrize(("version", "known"), [("0.31.2", False), ("0.32.0+cpu", True), ("0.34.0", False)])
-def test_unknown_vllm_is_one_sentence_naming_the_known_ones(monkeypatch, version, known):
+@pytest.mark.parametrize(
+    ("version", "device"), [("0.31.2", None), ("0.32.0+cpu", "cpu"), ("0.33.0", "cuda"), ("0.34.0", None)]
+)
+def test_unknown_vllm_is_one_sentence_naming_the_known_ones(monkeypatch, version, device):
     monkeypatch.setattr("importlib.metadata.version", lambda _name: version)
-    if known:
-        assert require_known_vllm() == version
+    if device:
+        assert require_known_vllm() == device
     else:
         with pytest.raises(EngineError, match=r"does not know vLLM 0\.3.*0\.32, 0\.33"):
             require_known_vllm()
@@ -240,6 +242,15 @@ def test_command_and_environment():
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert environment["VLLM_PLUGINS"] == ""
     assert environment["TMPDIR"] == "/scratch"
+
+
+def test_a_gpu_engine_gets_transports_for_its_memory_and_nothing_that_is_for_cpus(monkeypatch):
+    for name in ("UCX_TLS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    settings = EngineSettings(name="e", model=Path("/m"), port=80, device="cuda", cores=(0,), kv_space_gib=1)
+    environment = settings.full_environment(Path("/s"))
+    assert "cuda_copy" in environment["UCX_TLS"]
+    assert not [name for name in environment if name.startswith("VLLM_CPU")]
 
 
 def test_an_unset_size_is_left_to_vllm(monkeypatch):

@@ -86,6 +86,34 @@ def test_a_wake_up_without_memory_leaves_the_cache_asleep_and_can_be_tried_again
     assert engine.cache.state is CacheState.READY
 
 
+def fails(_worker: Any, _argument: Any = None) -> None:
+    raise ValueError("vLLM cannot")
+
+
+def test_a_sleep_that_vllm_fails_leaves_the_cache_awake(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="vLLM cannot"):
+        worker_side.sleep(fails, engine.worker, 2)
+    assert engine.cache.state is CacheState.READY
+    assert engine.connector.is_open
+
+
+def test_a_sleep_after_a_discard_that_vllm_fails_leaves_the_cache_asleep(engine: Engine) -> None:
+    worker_side.discard(engine.called("discard"), engine.worker, ("kv_cache",))
+    with pytest.raises(ValueError, match="vLLM cannot"):
+        worker_side.sleep(fails, engine.worker, 1)
+    assert engine.cache.state is CacheState.ASLEEP
+
+
+def test_a_wake_up_that_vllm_fails_leaves_both_asleep_and_can_be_tried_again(engine: Engine) -> None:
+    worker_side.sleep(engine.called("sleep"), engine.worker, 1)
+    with pytest.raises(ValueError, match="vLLM cannot"):
+        worker_side.wake_up(fails, engine.worker, None)
+    assert engine.cache.state is CacheState.ASLEEP
+    assert engine.cache.committed_bytes == 0
+    worker_side.wake_up(engine.called("wake"), engine.worker, None)
+    assert engine.cache.state is CacheState.READY
+
+
 def test_a_worker_without_kvx_is_left_alone() -> None:
     worker = SimpleNamespace()
     assert worker_side.sleep(lambda _worker, level: level, worker, 1) == 1
