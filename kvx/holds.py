@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from kvx.digest import GroupDigests
 from kvx.errors import HandshakeError
@@ -39,10 +40,16 @@ class Hold:
     is_freed: bool = False
     is_awaiting_reuse: bool = False
 
-    def covers_any(self, other: Hold) -> bool:
-        """Whether it holds a block of `other`, in the same layer group."""
-        pairs = zip(self.blocks, other.blocks, strict=True)
-        return any(block >= 0 and block in theirs for ours, theirs in pairs for block in ours)
+    def rewrites(self, other: Hold) -> bool:
+        """Whether it surely has content of its own in a block of `other`, in the same layer group.
+
+        Blocks that both begin with may be a prefix that they share, whose content is the same.
+        """
+        for ours, theirs in zip(self.blocks, other.blocks, strict=True):
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
+            if any(block >= 0 and block in theirs for block in ours[shared:]):
+                return True
+        return False
 
 
 @dataclass(eq=False)
@@ -202,5 +209,5 @@ class HoldTable:
 
 
 def stale_covered(holds: Iterable[Hold], new: Hold) -> list[Hold]:
-    """Holds that were freed early, and of which `new` reuses a block."""
-    return [hold for hold in holds if hold.is_awaiting_reuse and new.covers_any(hold)]
+    """Holds that were freed early, and of which `new` rewrites a block."""
+    return [hold for hold in holds if hold.is_awaiting_reuse and new.rewrites(hold)]

@@ -209,6 +209,10 @@ def test_a_hold_freed_early_is_answered_after_its_reuse_and_never_released_again
     assert table.num_held == 0
     assert stale_covered(table.holds.values(), hold("new", blocks=(9, 8))) == []
     assert stale_covered(table.holds.values(), hold("new", blocks=(-1, 2))) == [freed]
+    assert stale_covered(table.holds.values(), hold("same prefix", blocks=(4, 8))) == [], (
+        "it may be read, not rewritten"
+    )
+    assert stale_covered(table.holds.values(), hold("shifted", blocks=(2, 4))) == [freed]
     freed.is_awaiting_reuse = False
     table.answer_parked("freed", 1.0)
     assert isinstance(table.answers()[0], Claimed)
