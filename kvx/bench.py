@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -20,6 +20,7 @@ from kvx.drivers.base import Driver
 from kvx.drivers.select import driver_for
 from kvx.errors import SizingError
 from kvx.spec import Segment, SegmentTable
+from kvx.spread import spread
 
 KVX, TORCH = "kvx", "torch"
 GIB = 1 << 30
@@ -71,12 +72,12 @@ def bench_extend(settings: ExtendSettings) -> dict[str, Any]:
         "segments": settings.segments,
         "total_bytes": table.total_bytes,
         "rounds": settings.rounds,
-        **{name: _summary([one[name] for one in rounds]) for name in rounds[0]},
+        **{name: spread([one[name] for one in rounds]) for name in rounds[0]},
     }
     if memset:
         zeroing = [table.total_bytes / one["zero_s"] for one in rounds]
-        report["zero_bytes_per_s"] = _summary(zeroing)
-        report["memset_bytes_per_s"] = _summary([_MEMSET_BYTES / seconds for seconds in memset])
+        report["zero_bytes_per_s"] = spread(zeroing)
+        report["memset_bytes_per_s"] = spread([_MEMSET_BYTES / seconds for seconds in memset])
         report["zero_bandwidth_ratio"] = statistics.median(zeroing) * statistics.median(memset) / _MEMSET_BYTES
     return report
 
@@ -133,7 +134,7 @@ def _alternate(
         for side in acts if number % 2 else reversed(acts):
             found[side].append(bytes_each / _seconds(driver, acts[side], repeat))
     ratios = [ours / theirs for ours, theirs in zip(found[KVX], found[TORCH], strict=True)]
-    return {**{side: _summary(values) for side, values in found.items()}, "ratio": _summary(ratios)}
+    return {**{side: spread(values) for side, values in found.items()}, "ratio": spread(ratios)}
 
 
 def _seconds(driver: Driver, act: Callable[[], object], repeat: int) -> float:
@@ -202,7 +203,3 @@ def _heading(driver: Driver) -> dict[str, str]:
     is_gpu = driver.device != "cpu"
     name = torch.cuda.get_device_name(driver.device) if is_gpu else "host memory"
     return {"kvx": kvx.__version__, "torch": torch.__version__, "device": driver.device, "device_name": name}
-
-
-def _summary(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}

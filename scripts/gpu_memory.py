@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from say import say
 
 import kvx
 from kvx.bench import GIB, BandwidthSettings, ExtendSettings, bench_bandwidth, bench_extend
@@ -113,11 +114,6 @@ def versions(device: str) -> dict[str, str]:
         "gpu": torch.cuda.get_device_name(device),
         "granularity_bytes": str(driver.granularity_bytes),
     }
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

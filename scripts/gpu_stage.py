@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -21,6 +20,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from say import say
+
+from kvx.spread import spread
 
 HERE = Path(__file__).resolve().parent
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -176,7 +179,7 @@ def bench(stage: Stage) -> None:
         if number and all("decode" in found for found in pair.values()):
             tokens_per_s.append(min(pair["stock"]["decode"]["seconds"]) / min(pair["kvx"]["decode"]["seconds"]))
             extra_s.append(pair["kvx"]["ready_s"] - pair["stock"]["ready_s"])
-            stage.measured(vllm__throughput_ratio=spread(tokens_per_s), vllm__extra_start_s=spread(extra_s))
+            stage.measured(vllm__throughput_ratio=over_pairs(tokens_per_s), vllm__extra_start_s=over_pairs(extra_s))
 
 
 def pd(stage: Stage) -> None:
@@ -222,18 +225,13 @@ def pd(stage: Stage) -> None:
 STAGES: dict[str, Callable[[Stage], None]] = {"memory": memory, "identity": identity, "bench": bench, "pd": pd}
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values), "pairs": len(values)}
+def over_pairs(values: Sequence[float]) -> dict[str, float]:
+    return {**spread(values), "pairs": len(values)}
 
 
 def last_error(log: str) -> str:
     lines = [line for line in log.splitlines() if "Error" in line or "kvx:" in line]
     return lines[-1][-500:] if lines else ""
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def main() -> None:

@@ -89,6 +89,7 @@ class NixlConnector(Connector):
         if len({region.mapping.device for region in regions}) != 1:
             raise ConnectorError("one connector registers the memory of one device; use one rank for each device")
         self._memory_type, self._device_id = _MEMORY_TYPES[kind], int(index or 0)
+        _leave_rdma_out()
         self._rows = [(region.address, region.nbytes, self._device_id, "") for region in regions]
         try:
             self._serving = self._start_agent(self._agent_name)
@@ -195,7 +196,6 @@ class NixlConnector(Connector):
 
     def _start_agent(self, name: str) -> _Agent:
         """An agent with every region registered. No progress thread: it would spin on a core."""
-        _leave_rdma_out()
         with _as_connector_error("start an agent and register memory"):
             agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
             return _Agent(agent, agent.register_memory(self._rows, self._memory_type))

@@ -20,6 +20,7 @@ from typing import Any
 import kvx
 from kvx.errors import EngineError
 from kvx.servers import Server, Servers
+from kvx.spread import spread
 from kvx.verify import engines
 from kvx.verify.client import Ask, Client
 from kvx.verify.runner import Progress
@@ -112,9 +113,9 @@ def build(settings: BenchSettings, rounds: dict[str, list[Round]]) -> dict[str, 
     values = {name: [one.values() for one in found] for name, found in rounds.items()}
     metrics = {}
     for metric in METRICS:
-        sides = {name: _summary([one[metric] for one in found]) for name, found in values.items()}
+        sides = {name: spread([one[metric] for one in found]) for name, found in values.items()}
         ratios = [a[metric] / b[metric] for a, b in zip(values[KVX], values[STOCK], strict=True)]
-        metrics[metric] = {**sides, "ratio": _summary(ratios)}
+        metrics[metric] = {**sides, "ratio": spread(ratios)}
     everything = {name: [s for one in found for s in one.handoff_s] for name, found in rounds.items()}
     return {
         "kvx": kvx.__version__,
@@ -149,11 +150,7 @@ def _start(settings: BenchSettings, servers: Servers, name: str, progress: Progr
         pair = engines.kvx_pair(settings.run, digests=False, environment=timed)
     else:
         pair = engines.stock_pair(settings.run, environment=timed)
-    prefill = servers.start(pair.prefill)
-    if settings.run.start_one_by_one:
-        servers.wait_healthy(waiting=progress.waiting, only=[prefill])
-    side = _Side(name, prefill, servers.start(pair.decode), log)
-    servers.wait_healthy(waiting=progress.waiting, only=side.servers)
+    side = _Side(name, *engines.start_pair(settings.run, servers, pair, progress.waiting), log)
     _for_each(side, Server.pause)
     return side
 
@@ -202,7 +199,3 @@ def _new_handoffs(side: _Side, expected: int) -> list[float]:
                 f"the {side.name} pair logged {len(found)} hand-offs of {expected}; see {side.decode.log}"
             )
         time.sleep(0.05)
-
-
-def _summary(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}

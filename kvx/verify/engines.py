@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvx.errors import EngineError
-from kvx.servers import EngineSettings, free_ports, require_free_port, share_cores
+from kvx.servers import EngineSettings, Server, Servers, free_ports, require_free_port, share_cores
 
 HOST = "127.0.0.1"
 PREFILL, DECODE = "prefill", "decode"
@@ -127,6 +127,18 @@ def stock_pair(run: RunSettings, *, environment: dict[str, str] | None = None) -
         engine = _engine(run, f"stock-{role}", port)
         engines.append(replace(engine, cores=cores, kv_transfer=transfer, environment=variables))
     return Pair(engines[0], engines[1], ports[2], ports[3])
+
+
+def start_pair(
+    run: RunSettings, servers: Servers, pair: Pair, waiting: Callable[[Server, float], None]
+) -> tuple[Server, Server]:
+    """The prefill and the decode server, both healthy. Triggers of EngineError: as `Servers.wait_healthy`."""
+    prefill = servers.start(pair.prefill)
+    if run.start_one_by_one:
+        servers.wait_healthy(waiting=waiting, only=(prefill,))
+    decode = servers.start(pair.decode)
+    servers.wait_healthy(waiting=waiting, only=(prefill, decode))
+    return prefill, decode
 
 
 def _engine(run: RunSettings, name: str, port: int) -> EngineSettings:

@@ -102,11 +102,7 @@ def _ask_pair(
 ) -> tuple[Sequence[Answer], dict[str, dict[str, Any]], dict[str, float]]:
     progress.stage("candidate: starting a prefill and a decode server")
     pair = engines.kvx_pair(settings.run, digests=True)
-    prefill = servers.start(pair.prefill)
-    if settings.run.start_one_by_one:
-        servers.wait_healthy(waiting=progress.waiting)
-    decode = servers.start(pair.decode)
-    servers.wait_healthy(waiting=progress.waiting)
+    prefill, decode = engines.start_pair(settings.run, servers, pair, progress.waiting)
     progress.stage("candidate: asking")
 
     def check() -> None:

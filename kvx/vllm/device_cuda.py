@@ -27,7 +27,7 @@ class CudaSide(DeviceSide):
         self._config = worker.vllm_config
         self._driver: CudaDriver | None = None
         self._graph_bytes = 0
-        self._free_after_profile_bytes: int | None = None
+        self._free_after_profile_bytes = 0
 
     def driver(self) -> Driver:
         if self._driver is None:
@@ -111,8 +111,7 @@ class CudaSide(DeviceSide):
         weights = min(taken, int(getattr(self._worker.model_runner, "model_memory_usage", 0)))
         graphs = min(taken - weights, self._graph_bytes)
         rest = taken - weights - graphs
-        profiled = free if self._free_after_profile_bytes is None else self._free_after_profile_bytes
-        late = min(rest, max(0, profiled - free - graphs))
+        late = min(rest, max(0, self._free_after_profile_bytes - free - graphs))
         return {
             "weights": weights,
             "captured graphs": graphs,

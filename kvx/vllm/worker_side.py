@@ -16,6 +16,7 @@ import torch
 from ..cache import CacheState, ExtensibleKVCache
 from ..errors import EngineError
 from ..sizing import agreed_count
+from ..vmm import Transaction
 from . import activation, allocation, parking
 from .device import DeviceSide, Measurement
 from .device_cpu import CpuSide
@@ -209,9 +210,9 @@ def allocate(
 def shut_down(original: Any, worker: Any) -> Any:
     """Around `Worker.shutdown`: the connectors go first, then vLLM's tensors, then the reservation under them."""
     result = original(worker)
-    seam = getattr(worker, "kvx_seam", None)
-    if seam is not None and seam.cache is not None:
-        seam.cache.close()
+    cache = _active_cache(worker)
+    if cache is not None:
+        cache.close()
     return result
 
 
@@ -220,13 +221,12 @@ def sleep(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
 
     Where vLLM's part fails, vLLM believes itself awake: the cache comes back.
     """
-    gave_back = _give_back(worker)
-    try:
-        return original(worker, *args, **kwargs)
-    except BaseException:
-        if gave_back:
-            _active_cache(worker).wake()
-        raise
+    with Transaction() as transaction:
+        if _give_back(worker):
+            transaction.callback(_active_cache(worker).wake)
+        result = original(worker, *args, **kwargs)
+        transaction.commit()
+    return result
 
 
 def discard(original: Any, worker: Any, tags: tuple[str, ...]) -> Any:
@@ -243,18 +243,16 @@ def wake_up(original: Any, worker: Any, tags: list[str] | None = None) -> Any:
     and goes back to sleep where that fails. OutOfDeviceMemory: somebody has taken the memory meanwhile.
     """
     cache = _active_cache(worker)
-    woken = cache is not None and cache.state is CacheState.ASLEEP and (tags is None or KV_TAG in tags)
-    if woken:
-        # What torch keeps of freed tensors, of reloaded weights for example, is memory that the cache had before.
-        gc.collect()
-        torch.cuda.empty_cache()
-        cache.wake()
-    try:
-        return original(worker, tags)
-    except BaseException:
-        if woken:
-            cache.sleep()
-        raise
+    with Transaction() as transaction:
+        if cache is not None and cache.state is CacheState.ASLEEP and (tags is None or KV_TAG in tags):
+            # What torch keeps of freed tensors, of reloaded weights for example, is memory that the cache had before.
+            gc.collect()
+            torch.cuda.empty_cache()
+            cache.wake()
+            transaction.callback(cache.sleep)
+        result = original(worker, tags)
+        transaction.commit()
+    return result
 
 
 def _give_back(worker: Any) -> bool:
