@@ -31,12 +31,12 @@ class CudaDriver(Driver):
     def __init__(self, index: int = 0) -> None:
         self.device = f"cuda:{index}"
         self._cuda = _load_bindings()
-        self._call("cuInit", 0)
-        self._device = self._call("cuDeviceGet", index)
+        self.call("cuInit", 0)
+        self._device = self.call("cuDeviceGet", index)
         if not self._has("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
             found = f"{self.device} has no virtual memory management"
             raise DriverUnavailable("cuDeviceGetAttribute", found, "take a GPU that has it")
-        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self._context = self.call("cuDevicePrimaryCtxRetain", self._device)
         self.can_export = self._has("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
         self.is_rdma_capable = self._has("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
         self._properties = self._allocation_properties(index)
@@ -44,44 +44,44 @@ class CudaDriver(Driver):
         self._access.location = self._properties.location
         self._access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         smallest = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granularity_bytes = int(self._call("cuMemGetAllocationGranularity", self._properties, smallest))
+        self.granularity_bytes = int(self.call("cuMemGetAllocationGranularity", self._properties, smallest))
         self._ids = itertools.count(1)
 
     def reserve(self, nbytes: int) -> int:
         detail = f"no address range of {nbytes} bytes"
-        return int(self._call("cuMemAddressReserve", nbytes, self.granularity_bytes, 0, 0, detail=detail))
+        return int(self.call("cuMemAddressReserve", nbytes, self.granularity_bytes, 0, 0, detail=detail))
 
     def release_reservation(self, address: int, nbytes: int) -> None:
-        self._call("cuMemAddressFree", address, nbytes)
+        self.call("cuMemAddressFree", address, nbytes)
 
     def create(self, nbytes: int) -> Allocation:
         detail = f"{nbytes} bytes wanted on {self.device}; ask for fewer blocks, or stop what else uses the device"
-        handle = self._call("cuMemCreate", nbytes, self._properties, 0, detail=detail)
+        handle = self.call("cuMemCreate", nbytes, self._properties, 0, detail=detail)
         return Allocation(next(self._ids), nbytes, int(handle))
 
     def release(self, allocation: Allocation) -> None:
-        self._call("cuMemRelease", allocation.handle)
+        self.call("cuMemRelease", allocation.handle)
         allocation.handle = 0  # a second release of this one cannot hit memory of somebody else
 
     def map(self, address: int, allocation: Allocation) -> None:
-        self._call("cuMemMap", address, allocation.nbytes, 0, allocation.handle, 0)
+        self.call("cuMemMap", address, allocation.nbytes, 0, allocation.handle, 0)
         try:
-            self._call("cuMemSetAccess", address, allocation.nbytes, [self._access], 1)
+            self.call("cuMemSetAccess", address, allocation.nbytes, [self._access], 1)
         except BaseException:
-            self._call("cuMemUnmap", address, allocation.nbytes)
+            self.call("cuMemUnmap", address, allocation.nbytes)
             raise
 
     def unmap(self, address: int, allocation: Allocation) -> None:
-        self._call("cuMemUnmap", address, allocation.nbytes)
+        self.call("cuMemUnmap", address, allocation.nbytes)
 
     def memory_info(self) -> MemoryInfo:
-        with self._in_context():
-            free_bytes, total_bytes = self._call("cuMemGetInfo")
+        with self.in_context():
+            free_bytes, total_bytes = self.call("cuMemGetInfo")
         return MemoryInfo(int(free_bytes), int(total_bytes))
 
     def synchronize(self) -> None:
-        with self._in_context():
-            self._call("cuCtxSynchronize")
+        with self.in_context():
+            self.call("cuCtxSynchronize")
 
     def export_fd(self, allocation: Allocation) -> int:
         """A file descriptor through which another process can import the allocation; the caller closes it."""
@@ -90,11 +90,11 @@ class CudaDriver(Driver):
                 "cuMemExportToShareableHandle", 801, "CUDA_ERROR_NOT_SUPPORTED",
                 f"{self.device} cannot share memory by file descriptors",
             )  # fmt: skip
-        return int(self._call("cuMemExportToShareableHandle", allocation.handle, self._posix_fd, 0))
+        return int(self.call("cuMemExportToShareableHandle", allocation.handle, self._posix_fd, 0))
 
     def import_fd(self, fd: int, nbytes: int) -> Allocation:
         """Another process's allocation of `nbytes`, from its file descriptor, which stays the caller's to close."""
-        handle = self._call("cuMemImportFromShareableHandle", fd, self._posix_fd)
+        handle = self.call("cuMemImportFromShareableHandle", fd, self._posix_fd)
         return Allocation(next(self._ids), nbytes, int(handle))
 
     @property
@@ -114,18 +114,18 @@ class CudaDriver(Driver):
 
     def _has(self, attribute: str) -> bool:
         wanted = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
-        return bool(self._call("cuDeviceGetAttribute", wanted, self._device))
+        return bool(self.call("cuDeviceGetAttribute", wanted, self._device))
 
     @contextlib.contextmanager
-    def _in_context(self) -> Iterator[None]:
+    def in_context(self) -> Iterator[None]:
         """For the calls that mean the calling thread's context, which may be another device's, or none."""
-        self._call("cuCtxPushCurrent", self._context)
+        self.call("cuCtxPushCurrent", self._context)
         try:
             yield
         finally:
-            self._call("cuCtxPopCurrent")
+            self.call("cuCtxPopCurrent")
 
-    def _call(self, name: str, *arguments: object, detail: str = "") -> Any:
+    def call(self, name: str, *arguments: object, detail: str = "") -> Any:
         """The result of a call, or a tuple of them. A status that is not success is a `DriverError`."""
         try:
             status, *results = getattr(self._cuda, name)(*arguments)
