@@ -36,14 +36,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvx.cache import ExtensibleKVCache
 from kvx.drivers.base import Driver
-from kvx.drivers.cuda import CudaDriver  # needs no CUDA until a CudaDriver is made
-from kvx.drivers.host import HostDriver
 from kvx.drivers.host_memory import resident_bytes
+from kvx.drivers.select import driver_for
 from kvx.errors import TransferError
 from kvx.geometry import group_geometry
 from kvx.handoff import CacheFollower, EngineInfo, HandoffSettings, HandoffWorker, Pull
 from kvx.layout import require_block_compact, resolve_layout
-from kvx.registry import create
+from kvx.registry import connector_classes, need_shareable_memory
 from kvx.sizing import Budget, Measured, Sizing, capacity_for, final_count, gpu_budget, host_budget
 from kvx.sizing import Request as LongestRequest
 from kvx.spec import CacheGeometry, KVCacheSpec, LayerGroup, align_capacity
@@ -109,7 +108,7 @@ class TinyEngine:
 
     def start(self) -> None:
         """Leaves an engine that is ready to answer and to hand off, on as many blocks as there is room for."""
-        self.driver = make_driver(self.device)
+        self.driver = make_driver(self.device, self.settings.connectors)
         self._before_load = self.driver.memory_info()
         self._load_model()
         self._reserve()
@@ -163,7 +162,7 @@ class TinyEngine:
         self.cache.set_views(self.views)  # from these, never from the buffer's size, comes what connectors register
         # Attached now, opened by the cache itself, and only once it has grown: a transfer library would pin or refuse
         # memory that is to be replaced, and addresses that have none.
-        self.connectors = [create(name) for name in settings.connectors]
+        self.connectors = [connector_class() for connector_class in connector_classes(settings.connectors)]
         for connector in self.connectors:
             self.cache.attach(connector)
 
@@ -402,15 +401,11 @@ class TinyEngine:
         return {**self.worker.status(), "cache": cache}
 
 
-def make_driver(device: torch.device) -> Driver:
+def make_driver(device: torch.device, connectors: Sequence[str]) -> Driver:
     """The memory calls of a device. `DriverUnavailable` says what is missing."""
-    if device.type == "cpu":
-        return HostDriver()
     if device.type == "cuda":
-        driver = CudaDriver(device.index or 0)
         torch.cuda.set_device(device.index or 0)
-        return driver
-    raise ValueError(f"device {device} is not cpu or cuda")
+    return driver_for(str(device), shareable=need_shareable_memory(connectors))
 
 
 # The command

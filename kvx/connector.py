@@ -55,11 +55,17 @@ class TransferState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a connector can do. `memory` holds the device kinds ("cpu", "cuda") whose bytes it can move."""
+    """What a connector can do. `memory` holds the device kinds ("cpu", "cuda") whose bytes it can move.
+
+    `shares_memory`: it needs memory that other processes can map (a `Driver` with `can_export`).
+    `reaches_processes`: its peers are other processes; False where the peer is this process's own host memory.
+    """
 
     operations: frozenset[Op]
     notify: bool
     memory: frozenset[str]
+    shares_memory: bool = False
+    reaches_processes: bool = True
 
 
 @dataclass(eq=False)
@@ -172,20 +178,18 @@ class Connector(ABC):
             )
 
     @final
+    def why_unreachable(self, metadata: bytes) -> str | None:
+        """Why the peer of this metadata cannot be connected to from here; None when nothing speaks against it."""
+        with self._lock:
+            self._require_open("why_unreachable")
+            return self._why_unreachable(self._decoded(metadata)[0].library)
+
+    @final
     def connect(self, metadata: bytes) -> Peer:
         """A peer from its metadata. A peer known under the same name (it restarted) is disconnected first."""
         with self._lock:
             self._require_open("connect")
-            try:
-                wire = _METADATA_DECODER.decode(metadata)
-                table = RegionTable.of(wire.base_address, wire.regions)
-            except (msgspec.MsgspecError, LayoutError, OverflowError) as error:
-                raise HandshakeError(f"unreadable metadata of a {self.name} peer: {error}") from error
-            if (wire.version, wire.connector) != (METADATA_VERSION, self.name):
-                raise HandshakeError(
-                    f"metadata of connector {wire.connector} version {wire.version} found, "
-                    f"{self.name} version {METADATA_VERSION} needed; start both engines alike"
-                )
+            wire, table = self._decoded(metadata)
             peer = self._connect(wire.library)
             peer.generation, peer.regions = wire.generation, table
             self._peers[peer.name] = peer
@@ -301,6 +305,11 @@ class Connector(ABC):
     def _close(self) -> None:
         """Stop touching memory, deregister all of it, end the library."""
 
+    def _why_unreachable(self, library_metadata: bytes) -> str | None:
+        """Where a connector reaches some peers only; most reach all."""
+        del library_metadata
+        return None
+
     # For hooks.
 
     def _finish(self, transfer: Transfer, state: TransferState, cause: KVXError | None = None) -> None:
@@ -324,12 +333,27 @@ class Connector(ABC):
             f"within {transfer.deadline_s:g} s"
         )
 
+    def _decoded(self, metadata: bytes) -> tuple[ConnectorMetadata, RegionTable]:
+        try:
+            wire = _METADATA_DECODER.decode(metadata)
+            table = RegionTable.of(wire.base_address, wire.regions)
+        except (msgspec.MsgspecError, LayoutError, OverflowError) as error:
+            raise HandshakeError(f"unreadable metadata of a {self.name} peer: {error}") from error
+        if (wire.version, wire.connector) != (METADATA_VERSION, self.name):
+            raise HandshakeError(
+                f"metadata of connector {wire.connector} version {wire.version} found, "
+                f"{self.name} version {METADATA_VERSION} needed; start both engines alike"
+            )
+        return wire, table
+
     def _copies(self, op: Op, peer: Peer, runs: Runs) -> Copies:
         source, destination = (peer.regions, self._regions) if op is Op.READ else (self._regions, peer.regions)
-        # Runs coalesce over touching segments; registrations, and so single copies, do not.
-        rows = split_rows(runs.expand(), source.starts.tolist(), destination.starts.tolist())
-        source.require_inside(rows[:, 0], rows[:, 2], "source")
-        destination.require_inside(rows[:, 1], rows[:, 2], "destination")
+        rows = runs.expand()
+        if not (source.holds(rows[:, 0], rows[:, 2]) and destination.holds(rows[:, 1], rows[:, 2])):
+            # Runs coalesce over touching segments; registrations, and so single copies, do not.
+            rows = split_rows(rows, source.starts.tolist(), destination.starts.tolist())
+            source.require_inside(rows[:, 0], rows[:, 2], "source")
+            destination.require_inside(rows[:, 1], rows[:, 2], "destination")
         ours, theirs = (1, 0) if op is Op.READ else (0, 1)
         return Copies(
             local=rows[:, ours] + self._regions.base_address,

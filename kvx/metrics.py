@@ -30,6 +30,7 @@ class HandoffMetrics:
     digests_checked: int = 0
     digests_mismatched: int = 0
     mismatches: list[dict[str, Any]] = field(default_factory=list)
+    by_connector: dict[str, int] = field(default_factory=dict)
     messages_refused: int = 0
     internal_errors: int = 0
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_DURATIONS))
@@ -52,6 +53,7 @@ class HandoffMetrics:
                 "failed": self.failed,
                 "released_only": self.released_only,
                 "descriptors": self.descriptors,
+                "by_connector": dict(self.by_connector),
             },
             "digests": {
                 "expected": self.digests_expected,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kvx.addresses import Resolver, numeric_address
 from kvx.connector import Connector, Op
 from kvx.engine_side import EngineSide
-from kvx.errors import HandshakeError, KVXError, PeerMismatch
+from kvx.errors import ConnectorError, HandshakeError, KVXError, PeerMismatch
 from kvx.handshake import Release, Welcome, descriptor
 from kvx.peer import PeerDescriptor, require_compatible
 from kvx.pull_state import ActivePull, Owner
@@ -135,8 +135,19 @@ class Owners:
             self.remove(owner)
 
     def _choose_connector(self, theirs: PeerDescriptor) -> Connector:
+        """The first of ours that they have too and that reaches them; the log says which, and why not one before it."""
+        why_not: list[str] = []
         for connector in self._side.connectors:
             if connector.name in theirs.connectors and Op.READ in connector.capabilities.operations:
-                return connector
+                why = connector.why_unreachable(theirs.connectors[connector.name])
+                if why is None:
+                    but = f" ({'; '.join(why_not)})" if why_not else ""
+                    logger.info("engine %s is read through %s%s", theirs.info.engine_id, connector.name, but)
+                    return connector
+                why_not.append(f"not {connector.name}: {why}")
+        if why_not:
+            raise ConnectorError(
+                f"engine {theirs.info.engine_id} cannot be reached: {'; '.join(why_not)}; configure one more connector"
+            )
         names = [connector.name for connector in self._side.connectors]
         raise PeerMismatch("connectors", names, sorted(theirs.connectors), "configure one that both have")

@@ -95,18 +95,29 @@ class RegionTable:
     def registered_bytes(self) -> int:
         return int((self.ends - self.starts).sum())
 
+    def holds(self, offsets: Int64s, lengths: Int64s) -> bool:
+        """Whether every byte range lies in one registered region."""
+        if not len(offsets):
+            return True
+        if len(self.starts) == 1:  # a bound on all is a bound on each, and much less work
+            return bool(offsets.min() >= self.starts[0] and (offsets + lengths).max() <= self.ends[0])
+        return bool(len(self.starts)) and not self._outside(offsets, lengths).any()
+
     def require_inside(self, offsets: Int64s, lengths: Int64s, side: str) -> None:
         """LayoutError naming the first byte range that does not lie in one registered region."""
         if not len(self.starts):
             raise LayoutError(f"no memory of the {side} is registered for transfers")
-        index = np.searchsorted(self.starts, offsets, side="right") - 1
-        outside = (index < 0) | (offsets + lengths > self.ends[index])
+        outside = self._outside(offsets, lengths)
         if outside.any():
             first = int(outside.argmax())
             raise LayoutError(
                 f"bytes [{offsets[first]}, {offsets[first] + lengths[first]}) of the {side} reservation are not "
                 "registered for transfers; only committed blocks of the present generation are"
             )
+
+    def _outside(self, offsets: Int64s, lengths: Int64s) -> npt.NDArray[np.bool_]:
+        index = np.searchsorted(self.starts, offsets, side="right") - 1
+        return (index < 0) | (offsets + lengths > self.ends[index])
 
 
 @dataclass(eq=False)

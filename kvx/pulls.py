@@ -335,6 +335,8 @@ class Puller:
         metrics = self._side.metrics
         metrics.received += 1
         metrics.transfers += 1
+        if pull.connector is not None:
+            metrics.by_connector[pull.connector.name] = metrics.by_connector.get(pull.connector.name, 0) + 1
         metrics.bytes += pull.moved.total_bytes
         metrics.blocks += self._side.count_blocks(pull.spec)
         metrics.durations_s.append(time.monotonic() - pull.started)

@@ -18,7 +18,7 @@ from kvx.cli.files import require_writable, write_json
 from kvx.cli.show import ConsoleProgress, show_bench, show_verify
 from kvx.errors import KVXError
 from kvx.layout import KVCacheLayout, require_block_compact
-from kvx.registry import connector_class
+from kvx.registry import connector_classes
 from kvx.servers import require_known_vllm
 from kvx.verify.bench import BenchSettings, bench_pd
 from kvx.verify.engines import RunSettings, require_ports
@@ -35,6 +35,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure kvx beside what vLLM
 app.add_typer(bench_app, name="bench")
 bench_app.command("extend")(memory.extend_command)
 bench_app.command("bandwidth")(memory.bandwidth_command)
+bench_app.command("transfer")(memory.transfer_command)
 
 _out = Console()
 _progress = Console(stderr=True)
@@ -220,8 +221,7 @@ def _run_settings(
     names = tuple(name.strip() for name in connector.split(",") if name.strip())
     if not names:
         raise typer.BadParameter("at least one name is needed, for example nixl", param_hint="--connector")
-    for name in names:
-        connector_class(name)
+    connector_classes(names)
     wanted = layout or os.environ.get("VLLM_KV_CACHE_LAYOUT")
     if wanted:
         require_block_compact(KVCacheLayout.parse(wanted))

@@ -1,4 +1,4 @@
-"""`kvx bench extend` and `kvx bench bandwidth`: the memory itself, without any engine."""
+"""`kvx bench extend`, `bandwidth` and `transfer`: memory and connectors, without any engine."""
 
 from __future__ import annotations
 
@@ -67,6 +67,41 @@ def bandwidth_command(
     for name, sides in found["operations"].items():
         cells = [_spread(sides[side], 1e-9) for side in (bench.KVX, bench.TORCH)]
         table.add_row(name, *cells, _spread(sides["ratio"], 1, digits=3))
+    _out.print(table)
+
+
+def transfer_command(
+    connector: Annotated[str, typer.Option(help="The connector to time.")] = "ipc",
+    device: Device = "cpu",
+    peer_device: Annotated[str, typer.Option(help="The device of the memory that is read; by default the same.")] = "",
+    mib: Annotated[int, typer.Option(min=1, help="MiB of one transfer.")] = 128,
+    block: Annotated[
+        list[int] | None, typer.Option(min=1, help="KiB of a block, several times; by default 4, 64 and 1024.")
+    ] = None,
+    in_flight: Annotated[int, typer.Option(min=1, help="Transfers at a time.")] = 1,
+    pairs: Annotated[int, typer.Option(min=1, help="Alternations that count.")] = 7,
+    json_file: JsonFile = None,
+) -> None:
+    """A connector between two processes, beside its library driven by a bare loop, and beside memcpy."""
+    from kvx import bench_transfer as bench  # with torch, which takes seconds to import
+
+    require_writable(json_file)
+    sizes = [size << 10 for size in block or (4, 64, 1024)]
+    if uneven := [size for size in sizes if (mib << 20) % size]:
+        raise typer.BadParameter(f"{mib} MiB are no whole number of blocks of {uneven[0] >> 10} KiB")
+    settings = bench.TransferSettings(
+        connector=connector, device=device, peer_device=peer_device or None, total_bytes=mib << 20,
+        block_sizes_bytes=sizes, in_flight=in_flight, pairs=pairs,
+    )  # fmt: skip
+    found = bench.bench_transfer(settings)
+    write_json(json_file, found)
+    others = [side for side in (bench.RAW, bench.MEMCPY) if side in found["rows"][0]["ratio"]]
+    table = Table("GB/s", connector, *others, *(f"{connector} / {side}" for side in others), "one alone, ms")
+    table.title = f"kvx bench transfer: {mib} MiB, {in_flight} in flight, {found['peer_device']} to {found['device']}"
+    for row in found["rows"]:
+        rates = [_spread(row["bytes_per_s"][side], 1e-9) for side in (bench.CONNECTOR, *others)]
+        ratios = [_spread(row["ratio"][side], 1) for side in others]
+        table.add_row(row["case"], *rates, *ratios, _spread(row["single_transfer_s"], 1e3))
     _out.print(table)
 
 

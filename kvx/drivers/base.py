@@ -7,8 +7,11 @@ leaves the allocation's content as it is, so that an undone unmap is exact.
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+
+from kvx.errors import DriverError
 
 
 @dataclass(eq=False)
@@ -39,6 +42,8 @@ class Driver(ABC):
     """True when fresh allocations read as zeros, so that nobody has to write zeros over them."""
     dlpack_device_type: int = 1
     """DLPack's number for this kind of device: 1 is the host, 2 CUDA, 10 ROCm."""
+    can_export: bool = False
+    """Whether other processes can map its allocations: `export_fd` and `import_fd`."""
 
     @abstractmethod
     def reserve(self, nbytes: int) -> int:
@@ -68,6 +73,21 @@ class Driver(ABC):
     def memory_info(self) -> MemoryInfo:
         """Free and total bytes of the device, or of what this process may use of it."""
 
+    def export_fd(self, allocation: Allocation) -> int:
+        """A file descriptor through which another process can import the allocation; the caller closes it."""
+        raise self._cannot_export(allocation.nbytes)
+
+    def import_fd(self, fd: int, nbytes: int) -> Allocation:
+        """Another process's allocation of `nbytes`, from its file descriptor, which stays the caller's to close."""
+        del fd
+        raise self._cannot_export(nbytes)
+
     def synchronize(self) -> None:
         """Waits until the device has no work queued. A host has none."""
         return
+
+    def _cannot_export(self, nbytes: int) -> DriverError:
+        return DriverError(
+            "export_fd", errno.ENOTSUP, "ENOTSUP",
+            f"{nbytes} bytes of {self.device} cannot be shared with another process by file descriptor",
+        )  # fmt: skip

@@ -76,13 +76,7 @@ class HostDriver(Driver):
 
     def create(self, nbytes: int) -> Allocation:
         self._require_granules(nbytes=nbytes)
-        free = self.memory_info().free_bytes
-        if nbytes > free:
-            raise OutOfDeviceMemory(
-                "create", errno.ENOMEM, "ENOMEM",
-                f"{nbytes} bytes wanted, but this process may take only {free} more (with {HEADROOM_BYTES} kept free); "
-                "ask for fewer blocks, or stop something",
-            )  # fmt: skip
+        self._require_room(nbytes)
         home = self._aligned_range(nbytes)
         try:
             self._populate(home, nbytes)
@@ -121,6 +115,15 @@ class HostDriver(Driver):
     def memory_info(self) -> MemoryInfo:
         found = self._memory_info()
         return MemoryInfo(max(0, found.free_bytes - HEADROOM_BYTES), found.total_bytes)
+
+    def _require_room(self, nbytes: int) -> None:
+        free = self.memory_info().free_bytes
+        if nbytes > free:
+            raise OutOfDeviceMemory(
+                "create", errno.ENOMEM, "ENOMEM",
+                f"{nbytes} bytes wanted, but this process may take only {free} more (with {HEADROOM_BYTES} kept free); "
+                "ask for fewer blocks, or stop something",
+            )  # fmt: skip
 
     def _aligned_range(self, nbytes: int) -> int:
         """Address space without memory, `nbytes` long, that starts on a granule."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,10 @@ def _transfer(findings: Findings) -> dict[str, Any]:
     parts = [status.get("transfer", {}) for status in findings.engines.values()]
     total = {key: sum(part.get(key, 0) for part in parts) for key in ("bytes", "blocks", "count", "failed")}
     answered = sum(not answer.error for answer in findings.candidate)
+    by_connector: Counter[str] = Counter()
+    for part in parts:
+        by_connector.update(part.get("by_connector", {}))
+    total["by_connector"] = dict(by_connector)
     return {**total, "fallbacks": max(0, answered - total["count"]) + total["failed"]}
 
 

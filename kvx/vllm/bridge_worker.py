@@ -74,8 +74,8 @@ class BridgeWorker:
             raise CacheStateError(f"connectors open after extend_kv_cache, but the cache is {cache.state}")
         layout = KVCacheLayout.parse(self._vllm_config.cache_config.kv_cache_layout)
         require_block_compact(layout)
-        for name in self._settings.connectors:
-            connector = registry.create(name)
+        for connector_class in registry.connector_classes(self._settings.connectors):
+            connector = connector_class()
             self._connectors.append(connector)
             cache.attach(connector)
         self._handoff = HandoffWorker(self._settings, self._info(), self._connectors, status_extra=self._status)

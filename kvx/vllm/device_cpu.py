@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import sizing
+from .. import registry, sizing
 from ..cache import ExtensibleKVCache
 from ..drivers.base import Driver
-from ..drivers.host import HostDriver
 from ..drivers.host_memory import read_host_memory, resident_bytes
+from ..drivers.select import driver_for
 from ..errors import SizingError
+from . import settings
 from .device import DeviceSide, Measurement, largest_batch_blocks, longest_request, margin_policy, said
 
 logger = logging.getLogger("vllm.kvx")
@@ -43,7 +44,7 @@ class CpuSide(DeviceSide):
         self._resident_at_start_bytes = resident_bytes()
 
     def driver(self) -> Driver:
-        return HostDriver()
+        return driver_for("cpu", shareable=registry.need_shareable_memory(settings.connectors_of(self._config)))
 
     def capacity_bytes(self, profile: Any) -> int:
         """The explicit size, or this rank's share of what was free less its weights. vLLM's profile is not asked."""

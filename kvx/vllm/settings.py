@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import ConnectorError
 from ..handoff import HandoffSettings
-from .activation import settings_of
+from .activation import bridge_configured, settings_of
 
 
 def from_vllm(vllm_config: Any) -> HandoffSettings:
@@ -29,6 +29,11 @@ def from_vllm(vllm_config: Any) -> HandoffSettings:
             raise ConnectorError(f"kv_connector_extra_config.connectors is {names!r}; it needs a list of names")
         given["connectors"] = tuple(names)
     return HandoffSettings(**given)
+
+
+def connectors_of(vllm_config: Any) -> tuple[str, ...]:
+    """The configured connectors; none where the bridge is not configured. Errors as in `from_vllm`."""
+    return from_vllm(vllm_config).connectors if bridge_configured(vllm_config) else ()
 
 
 def rank_of(vllm_config: Any) -> int:

@@ -30,6 +30,7 @@ class EngineConfig:
     num_blocks: int = 96
     capacity_blocks: int = 128
     granularity_bytes: int = 1 << 16
+    connectors: tuple[str, ...] = ("nixl",)
     agent_name: str | None = None
     model: str = "tiny"
     sliding_layers: int = 0
@@ -48,24 +49,31 @@ class Engine:
 
         from kvx.cache import ExtensibleKVCache
         from kvx.drivers.host import HostDriver
+        from kvx.drivers.shared_host import SharedHostDriver
         from kvx.handoff import CacheFollower, EngineInfo, HandoffSettings, HandoffWorker
         from kvx.plan import HeadRange, group_geometry
+        from kvx.registry import connector_classes
         from kvx.tensor import views_of
 
         self.config = config
         self.geometry = make_geometry(config)
-        self.cache = ExtensibleKVCache(
-            HostDriver(granularity_bytes=config.granularity_bytes), self.geometry.segment_table
-        )
+        classes = connector_classes(config.connectors)
+        shared = any(found.capabilities.shares_memory for found in classes)
+        driver = (SharedHostDriver if shared else HostDriver)(config.granularity_bytes)
+        self.cache = ExtensibleKVCache(driver, self.geometry.segment_table)
         self.cache.open()
         self.views = views_of(
             self.cache.buffer, self.geometry, kernel_blocks=config.kernel_block_size_tokens is not None
         )
         self.block_views = views_of(self.cache.buffer, self.geometry) if not config.kernel_block_size_tokens else None
         self.cache.set_views(self.views.values())
-        self.connector = NixlConnector(config.agent_name)
+        self.connectors = [
+            found(config.agent_name) if issubclass(found, NixlConnector) else found() for found in classes
+        ]
+        self.connector = self.connectors[0]
         self.cache.commit(4)
-        self.cache.attach(self.connector)
+        for connector in self.connectors:
+            self.cache.attach(connector)
         self.cache.extend_kv_cache(config.num_blocks)
         heads = HeadRange(config.first_head, config.num_kv_heads, config.total_heads or config.num_kv_heads)
         self.groups = tuple(group_geometry(self.geometry, index, heads) for index in range(len(self.geometry.groups)))
@@ -73,7 +81,7 @@ class Engine:
             engine_id=config.engine_id, model=config.model, dtype=config.dtype, kv_cache_dtype=config.dtype,
             tp_size=config.tp_size,
         )  # fmt: skip
-        self.worker = HandoffWorker(HandoffSettings(**config.settings), info, [self.connector])
+        self.worker = HandoffWorker(HandoffSettings(**config.settings), info, self.connectors)
         self.worker.open(self.groups, self.views, config.num_blocks, self.cache.generation, config.layout)
         self.cache.attach(CacheFollower(self.worker, lambda: self.cache.committed_blocks))
 
@@ -229,6 +237,22 @@ class Engine:
 
     def peek(self, offset: int, nbytes: int) -> bytes:
         return bytes(self.cache.buffer[offset : offset + nbytes].numpy().tobytes())
+
+    def disconnect(self) -> None:
+        self.connector.disconnect(self.peer)
+
+    def pretend_another_host(self) -> None:
+        """From now on our metadata says so."""
+        import kvx_connectors.ipc as ipc
+
+        ipc._boot_id = lambda: "another"
+
+    def maps(self, word: str) -> int:
+        """How many mappings of this process have `word` in their line."""
+        return sum(word in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    def num_fds(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
 
     def close_connector(self) -> None:
         self.connector.close()

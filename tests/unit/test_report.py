@@ -12,6 +12,7 @@ ANSWER = Answer(prompt_tokens=(1, 2, 3), tokens=(7, 8), text=" 5", finish_reason
 
 def engine(**transfer):
     counts = {"bytes": 0, "blocks": 0, "count": 0, "failed": 0, "descriptors": 0} | transfer
+    counts["by_connector"] = {"nixl": counts["count"]} if counts["count"] else {}
     return {
         "engine_id": "e",
         "handoff": {"holds": 0, "released": 2, "expired": 0},
@@ -55,7 +56,9 @@ def test_a_good_run_passes_with_every_promised_field(findings):
     assert failing(report) == []
     assert report["questions"] == report["identical"] == 2
     assert report["accuracy"] == {"baseline": 0.5, "candidate": 0.5}
-    assert report["transfer"] == {"bytes": 800, "blocks": 2, "count": 2, "failed": 0, "fallbacks": 0}
+    assert report["transfer"] == {
+        "bytes": 800, "blocks": 2, "count": 2, "failed": 0, "by_connector": {"nixl": 2}, "fallbacks": 0,
+    }  # fmt: skip
     assert report["external_hits"]["expected"] == report["external_hits"]["observed"] == 4
     assert report["digests"] == {"checked": 6, "expected": 6, "mismatched": 0, "mismatches": []}
     assert report["engines"]["decode"]["cache"]["blocks_final"] == 180
