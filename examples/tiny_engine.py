@@ -403,9 +403,10 @@ class TinyEngine:
 
 def make_driver(device: torch.device, connectors: Sequence[str]) -> Driver:
     """The memory calls of a device. `DriverUnavailable` says what is missing."""
+    driver = driver_for(str(device), shareable=need_shareable_memory(connectors))
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
-    return driver_for(str(device), shareable=need_shareable_memory(connectors))
+    return driver
 
 
 # The command
