@@ -1,6 +1,6 @@
 """One stage of the measurements on a GPU, in engines of their own: `scripts/gpu.sh` sets it up.
 
-    python scripts/gpu_stage.py memory|identity|bench|pd MODEL QUESTIONS.jsonl FOLDER [--pairs 7] [--limit 64]
+    python scripts/gpu_stage.py memory|identity|bench|pd MODEL QUESTIONS.jsonl FOLDER [--pairs 7] [--limit 64] [--only NAMES]
 
 Writes FOLDER/STAGE.json after every engine, so that a stage which is cut short loses nothing. `measurements` in it has
 the names of docs/measurements.json.
@@ -46,18 +46,24 @@ class Stage:
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     measurements: dict[str, Any] = field(default_factory=dict)
 
+    def skips(self, name: str) -> bool:
+        """Whether `--only` leaves a run out."""
+        return bool(self.options.only) and name not in self.options.only
+
     def engine(
-        self, name: str, *flags: str, engine: Mapping[str, Any] | None = None, fork: bool = False, **environment: str
+        self, name: str, *flags: str, engine: Mapping[str, Any] | None = None, fork: bool = True, **environment: str
     ) -> dict[str, Any]:
         """Run one engine; what it found, or `{"error": its last lines}`. `fork`: in a copy of this process, whose
         imports are done already; without, in a fresh one, whose status shows how it ended."""
+        if self.skips(name):
+            return {}
         result = self.options.folder / f"{self.name}-{name}.json"
         result.unlink(missing_ok=True)
         words = [self.options.model, str(self.options.questions), str(result), *flags]
         if engine:
             words += ["--engine", json.dumps(engine)]
         if fork:
-            found = self.forked(name, words)
+            found = self.forked(name, words, environment)
         else:
             found = self.command(name, [sys.executable, str(HERE / "gpu_engine.py"), *words], **environment)
         if result.exists():
@@ -72,7 +78,7 @@ class Stage:
             done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment})
         return self.ended(name, done.returncode, started_s)
 
-    def forked(self, name: str, words: Sequence[str]) -> dict[str, Any]:
+    def forked(self, name: str, words: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
         """vLLM starts no CUDA when it is imported, so a fork after the import may."""
         import gpu_engine
         from vllm import LLM  # noqa: F401  (the imports are what the fork saves)
@@ -83,6 +89,7 @@ class Stage:
             with self.log(name).open("wb") as output:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
+            os.environ.update(environment)
             try:
                 gpu_engine.main(words)
             except BaseException:  # noqa: BLE001  (the child must end here, whatever happened)
@@ -121,24 +128,29 @@ class Stage:
 
 def memory(stage: Stage) -> None:
     """Blocks and idle memory beside stock, and what comes only after profiling."""
-    ours = stage.engine("kvx", "--kvx", "--load")
+    ours = stage.engine("kvx", "--kvx", "--load", fork=False)
     stock = stage.engine("stock", "--load")
-    stage.measured(
-        vllm__stock_blocks=stock.get("blocks"),
-        vllm__stock_idle_gib=stock.get("idle_gib"),
-        vllm__blocks=ours.get("blocks"),
-        vllm__idle_gib=ours.get("idle_gib"),
-    )
+    if ours and stock:
+        stage.measured(
+            vllm__stock_blocks=stock.get("blocks"),
+            vllm__stock_idle_gib=stock.get("idle_gib"),
+            vllm__blocks=ours.get("blocks"),
+            vllm__idle_gib=ours.get("idle_gib"),
+        )
     for share in HIGHEST_FIRST:
         found = stage.engine(f"stock-{share}", "--load", engine={"gpu_memory_utilization": share})
         if "blocks" in found:
             stage.measured(vllm__stock_highest_share=share, vllm__stock_highest_blocks=found["blocks"])
             break
     after = stage.engine("ngram-kvx", "--kvx", "--load", engine=NGRAM)
-    stage.measured(vllm__ngram_blocks=after.get("blocks"), vllm__ngram_idle_gib=after.get("idle_after_load_gib"))
+    if after:
+        stage.measured(vllm__ngram_blocks=after.get("blocks"), vllm__ngram_idle_gib=after.get("idle_after_load_gib"))
     for share in (0.92, 0.99):
         found = stage.engine(f"ngram-stock-{share}", "--load", engine={**NGRAM, "gpu_memory_utilization": share})
-        stage.measured(**{f"vllm__ngram_stock_{share}".replace(".", "_"): found.get("blocks") or found.get("error")})
+        if found:
+            key = f"vllm__ngram_stock_{share}".replace(".", "_")
+            stage.measured(**{key: found.get("blocks") or found.get("error")})
+            stage.measured(**{f"{key}_idle_gib": found.get("idle_after_load_gib")})
 
 
 def identity(stage: Stage) -> None:
@@ -175,7 +187,7 @@ def bench(stage: Stage) -> None:
         pair = {}
         for kind in ("stock", "kvx") if number % 2 else ("kvx", "stock"):
             flags = ("--decode", "--kvx") if kind == "kvx" else ("--decode",)
-            pair[kind] = stage.engine(f"{kind}-{number}", *flags, engine=same, fork=True)
+            pair[kind] = stage.engine(f"{kind}-{number}", *flags, engine=same)
         if number and all("decode" in found for found in pair.values()):
             tokens_per_s.append(min(pair["stock"]["decode"]["seconds"]) / min(pair["kvx"]["decode"]["seconds"]))
             extra_s.append(pair["kvx"]["ready_s"] - pair["stock"]["ready_s"])
@@ -191,9 +203,10 @@ def pd(stage: Stage) -> None:
     verify = [*kvx, "verify", *shared, "--dataset", str(options.questions), "--concurrency", "1"]
     verify += ["--engine-args", PD_ARGUMENTS]
     logs = ["--logs", str(options.folder / "pd-logs")]
-    command = [*verify, "--limit", str(options.limit), "--report", str(report), *logs]
-    found = stage.command("verify", command)
-    stage.note("verify", found | (json.loads(report.read_text()) if report.exists() else {}))
+    if not stage.skips("verify"):
+        command = [*verify, "--limit", str(options.limit), "--report", str(report), *logs]
+        found = stage.command("verify", command)
+        stage.note("verify", found | (json.loads(report.read_text()) if report.exists() else {}))
     if report.exists():
         said = json.loads(report.read_text())
         stage.measured(
@@ -202,24 +215,35 @@ def pd(stage: Stage) -> None:
             pd__nixl__baseline="one stock server, float32, Triton attention, graphs",
             pd__nixl__passed=said["passed"],
         )
-    bench_report = options.folder / "pd-bench.json"
-    command = [*kvx, "bench", "pd", *shared, "--dtype", "bfloat16", "--engine-args", BENCH_PD_ARGUMENTS]
-    found = stage.command("bench", [*command, "--json", str(bench_report), *logs])
-    stage.note("bench", found | (json.loads(bench_report.read_text()) if bench_report.exists() else {}))
-    if bench_report.exists():
-        metrics = json.loads(bench_report.read_text())["metrics"]
+    if not stage.skips("bench"):
+        bench_pd(stage, [*kvx, "bench", "pd", *shared, *logs])
+    for fault in ("flip-byte", "swap-blocks", "stale"):
+        if not stage.skips(fault):
+            negative_control(stage, fault, [*verify, "--eager", *logs])
+
+
+def bench_pd(stage: Stage, command: Sequence[str]) -> None:
+    """Inside one host NIXL has only a slow way to memory that grows, so a deployment there takes `auto`: ipc."""
+    report = stage.options.folder / "pd-bench.json"
+    words = ["--connector", "auto", "--dtype", "bfloat16", "--engine-args", BENCH_PD_ARGUMENTS]
+    found = stage.command("bench", [*command, *words, "--json", str(report)])
+    stage.note("bench", found | (json.loads(report.read_text()) if report.exists() else {}))
+    if report.exists():
+        metrics = json.loads(report.read_text())["metrics"]
         stage.measured(
             pd__ttft_ratio=metrics["first_token_s"]["ratio"], pd__handoff_p50_ratio=metrics["handoff_p50_s"]["ratio"]
         )
-    for fault in ("flip-byte", "swap-blocks", "stale"):
-        report = options.folder / f"pd-{fault}.json"
-        command = [*verify, "--limit", "4", "--no-judge-answers", "--inject", fault, "--report", str(report), *logs]
-        stage.note(fault, stage.command(fault, command))
-        if report.exists():  # without one the engines did not get so far, which is no finding
-            digests = json.loads(report.read_text())["digests"]
-            found = {"status": stage.runs[fault]["status"], "mismatched": digests["mismatched"]}
-            found["first"] = next(iter(digests["mismatches"]), None)
-            stage.measured(**{f"pd__nixl__{fault.replace('-', '_')}": found})
+
+
+def negative_control(stage: Stage, fault: str, verify: Sequence[str]) -> None:
+    report = stage.options.folder / f"pd-{fault}.json"
+    command = [*verify, "--limit", "4", "--no-judge-answers", "--inject", fault, "--report", str(report)]
+    stage.note(fault, stage.command(fault, command))
+    if report.exists():  # without one the engines did not get so far, which is no finding
+        digests = json.loads(report.read_text())["digests"]
+        found = {"status": stage.runs[fault]["status"], "mismatched": digests["mismatched"]}
+        found["first"] = next(iter(digests["mismatches"]), None)
+        stage.measured(**{f"pd__nixl__{fault.replace('-', '_')}": found})
 
 
 STAGES: dict[str, Callable[[Stage], None]] = {"memory": memory, "identity": identity, "bench": bench, "pd": pd}
@@ -242,6 +266,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--limit", type=int, default=64)
+    parser.add_argument("--only", type=lambda names: names.split(","), help="runs of the stage, by their names")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     STAGES[options.stage](Stage(options.stage, options))

@@ -20,9 +20,10 @@ from kvx.drivers.cuda import CudaDriver
 from kvx.errors import DriverError
 
 THREADS = 512
-# At least so many tiles where there are bytes enough: four for each of the 132 processors of a big GPU.
-MANY_TILES = 528
-SMALLEST_TILE_BYTES, LARGEST_TILE_BYTES = 4 << 10, 64 << 10
+# At least so many tiles where there are bytes enough: some 30 for each of the 132 processors of a big GPU. More would
+# only cost the host time (1 GiB in tiles of 64 KiB: as much as the copy).
+MANY_TILES = 4096
+SMALLEST_TILE_BYTES, LARGEST_TILE_BYTES = 4 << 10, 256 << 10
 SMALLEST_TABLE_TILES = 1 << 10
 _ROW_BYTES = 24
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
@@ -36,11 +37,12 @@ def tiles_of(destination: Int64s, source: Int64s, nbytes: Int64s) -> Int64s:
     counts = -(-nbytes // size)
     if int(counts.max(initial=0)) <= 1:
         return np.stack([destination, source, nbytes], axis=1)
-    rows = np.repeat(np.stack([destination, source, nbytes], axis=1), counts, axis=0)
     first_tile = np.repeat(np.cumsum(counts) - counts, counts)
-    offsets = (np.arange(len(rows)) - first_tile) * size
-    rows[:, :2] += offsets[:, None]
-    rows[:, 2] = np.minimum(rows[:, 2] - offsets, size)
+    offsets = (np.arange(len(first_tile)) - first_tile) * size
+    rows = np.empty((len(offsets), 3), np.int64)
+    rows[:, 0] = np.repeat(destination, counts) + offsets
+    rows[:, 1] = np.repeat(source, counts) + offsets
+    rows[:, 2] = np.minimum(np.repeat(nbytes, counts) - offsets, size)
     return rows
 
 

@@ -20,7 +20,6 @@ from kvx.drivers.cuda import CudaDriver
 from kvx.drivers.cuda_copier import CudaCopier
 from kvx.drivers.host import HostDriver
 from kvx.errors import TransferError
-from kvx.peer import Peer
 from kvx.plan import RUN_DTYPE, Runs
 from kvx.region import MemoryRegion
 from kvx.tensor import tensor_over
@@ -141,25 +140,45 @@ def owner(driver: CudaDriver) -> Iterator[Owner]:
     found = Owner()
     yield found
     assert found.process.stdin is not None
+    assert found.process.stdout is not None
     found.process.stdin.close()
     found.process.wait(60)
+    found.process.stdout.close()
+
+
+class Reader:
+    """A connector over zeroed memory of our own, connected to the owner."""
+
+    def __init__(self, driver: CudaDriver, owner: Owner) -> None:
+        self.memory = Reservation(driver, NBYTES)
+        self.memory.reserve()
+        self.memory.commit_range(0, NBYTES)
+        self.connector = IpcConnector()
+        self.connector.open([MemoryRegion(self.memory.address, NBYTES, 0, self.memory.mappings[0])], 1)
+        self.peer = self.connector.connect(owner.metadata)
+        self.words = tensor_over(self.memory).view(torch.int64)
+        self.words.zero_()
+        torch.cuda.synchronize()
+
+    def transfer(self, op: Op, runs: Runs) -> TransferState:
+        self.connector.submit(op, self.peer, runs, deadline_s=10)
+        deadline_s = time.monotonic() + 10
+        while time.monotonic() < deadline_s:
+            for transfer in self.connector.poll().finished:
+                return transfer.state
+        raise AssertionError("no end of a transfer")
+
+    def close(self) -> None:
+        self.connector.close()
+        del self.words
+        self.memory.release()
 
 
 @pytest.fixture
-def reader(driver: CudaDriver, owner: Owner) -> Iterator[tuple[IpcConnector, Peer, torch.Tensor]]:
-    memory = Reservation(driver, NBYTES)
-    memory.reserve()
-    memory.commit_range(0, NBYTES)
-    connector = IpcConnector()
-    connector.open([MemoryRegion(memory.address, NBYTES, 0, memory.mappings[0])], 1)
-    peer = connector.connect(owner.metadata)
-    words = tensor_over(memory).view(torch.int64)
-    words.zero_()
-    torch.cuda.synchronize()
-    yield connector, peer, words
-    connector.close()
-    del words
-    memory.release()
+def reader(driver: CudaDriver, owner: Owner) -> Iterator[Reader]:
+    found = Reader(driver, owner)
+    yield found
+    found.close()
 
 
 def blocks(seed: int) -> tuple[Runs, np.ndarray, np.ndarray]:
@@ -170,53 +189,36 @@ def blocks(seed: int) -> tuple[Runs, np.ndarray, np.ndarray]:
     return Runs(rows), source, destination
 
 
-def finished(connector: IpcConnector) -> TransferState:
-    deadline_s = time.monotonic() + 10
-    while time.monotonic() < deadline_s:
-        for transfer in connector.poll().finished:
-            return transfer.state
-    raise AssertionError("no end of a transfer")
-
-
-def test_permuted_blocks_of_another_process(reader: tuple[IpcConnector, Peer, torch.Tensor]) -> None:
-    connector, peer, words = reader
+def test_permuted_blocks_of_another_process(reader: Reader) -> None:
     runs, source, destination = blocks(1)
-    expected = torch.zeros_like(words)
+    expected = torch.zeros_like(reader.words)
     for at, to in zip((source // 8).tolist(), (destination // 8).tolist(), strict=True):
         expected[to : to + BLOCK // 8] = torch.arange(at, at + BLOCK // 8, device="cuda")
 
-    connector.submit(Op.READ, peer, runs, deadline_s=10)
+    assert reader.transfer(Op.READ, runs) is TransferState.DONE
 
-    assert finished(connector) is TransferState.DONE
-    assert bool((words == expected).all())
+    assert bool((reader.words == expected).all())
 
 
-def test_blocks_written_to_another_process(reader: tuple[IpcConnector, Peer, torch.Tensor], owner: Owner) -> None:
-    connector, peer, words = reader
-    words.fill_(-7)
+def test_blocks_written_to_another_process(reader: Reader, owner: Owner) -> None:
+    reader.words.fill_(-7)
     torch.cuda.synchronize()
     runs, _, destination = blocks(2)
-    connector.submit(Op.WRITE, peer, runs, deadline_s=10)
-    assert finished(connector) is TransferState.DONE
+    assert reader.transfer(Op.WRITE, runs) is TransferState.DONE
     assert owner.ask(str(int(destination[3]) // 8)) == "-7"
 
 
-def test_a_killed_owner_is_let_go(reader: tuple[IpcConnector, Peer, torch.Tensor], owner: Owner) -> None:
-    connector, peer, _ = reader
+def test_a_killed_owner_is_let_go(reader: Reader, owner: Owner) -> None:
     owner.process.kill()
     owner.process.wait()
     deadline_s = time.monotonic() + 10
     with pytest.raises(TransferError, match="has ended or changed its memory"):
         while time.monotonic() < deadline_s:
-            connector.submit(Op.READ, peer, blocks(3)[0], deadline_s=10)
-            assert finished(connector) is TransferState.DONE, "its memory stays ours until we let go"
+            state = reader.transfer(Op.READ, blocks(3)[0])
+            assert state is TransferState.DONE, "its memory stays ours until we let go"
 
 
-def test_an_owner_that_closes_gets_its_memory_back(
-    driver: CudaDriver, reader: tuple[IpcConnector, Peer, torch.Tensor], owner: Owner
-) -> None:
-    connector, peer, _ = reader
+def test_an_owner_that_closes_gets_its_memory_back(reader: Reader, owner: Owner) -> None:
     assert owner.ask("close") == "closed"  # returns when the reader has unmapped
     with pytest.raises(TransferError, match="has ended or changed its memory"):
-        connector.submit(Op.READ, peer, blocks(4)[0], deadline_s=10)
-    del driver
+        reader.transfer(Op.READ, blocks(4)[0])
