@@ -1,6 +1,7 @@
 """One stage of the measurements on a GPU, in engines of their own: `scripts/gpu.sh` sets it up.
 
-    python scripts/gpu_stage.py memory|identity|bench|pd MODEL QUESTIONS.jsonl FOLDER [--pairs 7] [--limit 64] [--only NAMES]
+    python scripts/gpu_stage.py memory|identity|bench|pd MODEL QUESTIONS.jsonl FOLDER [--pairs 7] [--limit 64]
+                                [--only NAMES]
 
 Writes FOLDER/STAGE.json after every engine, so that a stage which is cut short loses nothing. `measurements` in it has
 the names of docs/measurements.json.
@@ -34,6 +35,7 @@ NGRAM = {
     "max_num_batched_tokens": 256,
 }
 PD_ARGUMENTS = "--gpu-memory-utilization 0.3 --attention-backend TRITON_ATTN"
+FORK_REFUSED = "re-initialize CUDA in forked subprocess"  # torch's words, where an import has started CUDA after all
 BENCH_PD_ARGUMENTS = "--gpu-memory-utilization 0.2"
 
 
@@ -64,7 +66,8 @@ class Stage:
             words += ["--engine", json.dumps(engine)]
         if fork:
             found = self.forked(name, words, environment)
-        else:
+            fork = FORK_REFUSED not in self.log(name).read_text(errors="replace")
+        if not fork:
             found = self.command(name, [sys.executable, str(HERE / "gpu_engine.py"), *words], **environment)
         if result.exists():
             found = {"status": found["status"], **json.loads(result.read_text())}
