@@ -158,6 +158,18 @@ def test_region_tables() -> None:
     table = RegionTable.of(BASE, [(100, 50), (0, 50)])
     assert table.registered_bytes == 100
     table.require_inside(np.array([0, 100, 149]), np.array([50, 50, 1]), "local")
+    for ranges, offset, length, holds in (
+        ([(0, 50)], 0, 50, True),
+        ([(0, 50)], 1, 50, False),
+        ([(10, 50)], 9, 5, False),
+        ([(0, 50), (100, 50)], 100, 50, True),
+        ([(0, 50), (100, 50)], 40, 20, False),
+        ([(0, 50), (50, 50)], 40, 20, False),  # registered twice, so it must be cut
+        ([], 0, 1, False),
+    ):
+        found = RegionTable.of(BASE, ranges).holds(np.array([0, offset]), np.array([0, length]))
+        assert found is (holds and bool(ranges) and ranges[0][0] == 0), (ranges, offset, length)
+    assert RegionTable.of(BASE, [(0, 50)]).holds(np.array([], np.int64), np.array([], np.int64))
     for bad in ([(0, 0)], [(-1, 5)], [(0, 10), (9, 5)]):
         with pytest.raises(LayoutError):
             RegionTable.of(BASE, bad)

@@ -11,7 +11,13 @@ import pytest
 from kvx import registry
 from kvx.engine_side import HandoffSettings
 from kvx.errors import ConnectorError, ConnectorUnavailable
-from kvx.registry import ENTRY_POINT_GROUP, connector_class, known_connectors
+from kvx.registry import (
+    ENTRY_POINT_GROUP,
+    connector_class,
+    connector_classes,
+    known_connectors,
+    need_shareable_memory,
+)
 
 
 @pytest.fixture
@@ -52,6 +58,31 @@ def test_a_missing_library_says_what_to_install(points: None) -> None:
 def test_something_else_under_the_name_is_refused(points: None) -> None:
     with pytest.raises(ConnectorError, match="'pathlib:Path' of connector 'wrong' is no"):
         connector_class("wrong")
+
+
+def points_of(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    found = EntryPoints(EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in values.items())
+    monkeypatch.setattr(registry, "entry_points", lambda **selection: found.select(**selection))
+
+
+def test_auto_stands_for_what_is_installed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    points_of(monkeypatch, ipc="kvx_connectors.ipc:IpcConnector", nixl="no_such_library:NixlConnector")
+    assert [found.name for found in connector_classes(["auto", "ipc"])] == ["ipc"]
+    assert "auto goes without connector nixl" in caplog.text
+    assert need_shareable_memory(["auto"])
+
+
+def test_auto_without_anything_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    points_of(monkeypatch, ipc="no_such_library:Ipc", nixl="no_such_library:Nixl")
+    with pytest.raises(ConnectorError, match=r"auto finds no connector: .*'ipc' is not installed.*'nixl'"):
+        connector_classes(["auto"])
+
+
+def test_only_some_connectors_need_memory_of_a_special_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    points_of(monkeypatch, fake="fake_connector:FakeConnector", ipc="kvx_connectors.ipc:IpcConnector")
+    assert not need_shareable_memory(["fake"])
+    assert need_shareable_memory(["fake", "ipc"])
+    assert not need_shareable_memory([])
 
 
 @pytest.mark.parametrize(
