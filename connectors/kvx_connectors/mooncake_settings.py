@@ -1,0 +1,58 @@
+"""How the Mooncake connector is configured: the environment, checked before the library sees any of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvx.errors import ConnectorError
+
+_NICS = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """KVX_MOONCAKE_PROTOCOL, KVX_MOONCAKE_HOST (what peers connect to), KVX_MOONCAKE_DEVICE (NICs, by commas)."""
+
+    protocol: str = "tcp"
+    host: str = "127.0.0.1"
+    device: str = ""
+
+
+def settings_of_environment() -> Settings:
+    """ConnectorError for a value that the library would misread: it takes nearly anything without a word."""
+    protocol = os.environ.get("KVX_MOONCAKE_PROTOCOL", Settings.protocol)
+    host = os.environ.get("KVX_MOONCAKE_HOST", Settings.host)
+    device = os.environ.get("KVX_MOONCAKE_DEVICE", Settings.device)
+    if protocol not in ("tcp", "rdma"):
+        raise ConnectorError(f"KVX_MOONCAKE_PROTOCOL is {protocol!r}; it needs 'tcp' or 'rdma'")
+    if protocol == "tcp" and device:
+        raise ConnectorError(f"KVX_MOONCAKE_DEVICE is {device!r}, which only RDMA uses; set KVX_MOONCAKE_PROTOCOL=rdma")
+    if protocol == "rdma":
+        _require_nics(device)
+    if os.environ.get("MC_TCP_PROTO") == "1":
+        raise ConnectorError("MC_TCP_PROTO=1 makes a WRITE end before its bytes have arrived; unset it")
+    _require_own_address(host)
+    return Settings(protocol, host, device)
+
+
+def _require_nics(device: str) -> None:
+    """Without one, the library reports success all the same."""
+    present = sorted(path.name for path in _NICS.iterdir()) if _NICS.is_dir() else []
+    if not present or (device and not set(device.split(",")).issubset(present)):
+        found = ", ".join(present) or "none"
+        raise ConnectorError(
+            f"KVX_MOONCAKE_PROTOCOL is 'rdma' and KVX_MOONCAKE_DEVICE {device!r}; RDMA NICs of this machine: {found}"
+        )
+
+
+def _require_own_address(host: str) -> None:
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            if probe.getsockname()[0] == "0.0.0.0":
+                raise OSError("peers cannot connect to a wildcard")
+    except (OSError, UnicodeError) as error:
+        raise ConnectorError(f"KVX_MOONCAKE_HOST is {host!r}; it needs an address of this machine: {error}") from error
