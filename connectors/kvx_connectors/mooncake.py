@@ -24,13 +24,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
+from kvx.addresses import numeric_address
 from kvx.connector import Capabilities, Connector, Copies, Op, Transfer, TransferState
 from kvx.errors import ConnectorError, ConnectorUnavailable, HandshakeError, TransferError
 from kvx.peer import Peer
@@ -221,14 +222,15 @@ class MooncakeConnector(Connector):
         self._drain(transfer.peer, text)
 
     def _drain(self, peer: Peer, why: str) -> None:
-        """End the peer's engine: after that nothing of its transfers arrives. It has to shake hands again.
-
-        One that is still reaching for its peer has no memory registered and ends with its thread.
-        """
+        """End the peer's engine: after that nothing of its transfers arrives. It has to shake hands again."""
         remote = peer.library
         assert isinstance(remote, _Remote)
         engine, remote.engine = remote.engine, None
-        if engine is not None and (remote.opening is None or not remote.opening.is_alive()):
+        opening, remote.opening = remote.opening, None
+        if opening is not None:
+            _give_up_reaching(opening, remote.wire.address)
+        # Where even that did not help, it has none of our memory, and ends with its thread.
+        if engine is not None and (opening is None or not opening.is_alive()):
             _end(engine)
         peer.connected = False
         for transfer in [item for item in self._pending if item.peer is peer]:
@@ -267,7 +269,7 @@ def _reach(remote: _Remote, engine: _Engine) -> None:
     with contextlib.suppress(Exception):  # the library has no types of its own; what counts is `reached`
         rows = [engine.identity.ctypes.data], [remote.wire.identity_address], [IDENTITY_BYTES]
         batch = engine.library.batch_transfer_async(remote.wire.address, *rows, _READ)
-        while batch > 0 and engine.library.transfer_check_status(batch) == 0:
+        while remote.engine and batch > 0 and engine.library.transfer_check_status(batch) == 0:
             time.sleep(0.0005)
         remote.reached = batch > 0 and engine.identity.tobytes() == remote.wire.identity
 
@@ -331,14 +333,32 @@ def _let_it_end_soon(engine: _Engine, host: str) -> None:
     """Have the engine's listener look up more often than once a second, since its end waits for that."""
     port = engine.library.get_rpc_port()
     timeout = struct.pack("ll", 0, int(LISTENER_LOOKS_UP_S * 1e6))
+    for found in _own_sockets():
+        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[1] == port:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+    engine.library.send_probe(f"{host}:{port}")  # it holds for the next look
+
+
+def _give_up_reaching(thread: threading.Thread, address: str) -> None:
+    """End the call for a peer that does not answer, by ending its connection: the library would wait for a minute."""
+    host, _, port = address.rpartition(":")
+    give_up = time.monotonic() + 1.0
+    while thread.is_alive() and time.monotonic() < give_up:
+        for found in _own_sockets():
+            with contextlib.suppress(OSError):  # not connected
+                if found.getpeername()[:2] == (host, int(port)):
+                    found.shutdown(socket.SHUT_RDWR)
+        thread.join(0.005)
+
+
+def _own_sockets() -> Iterator[socket.socket]:
+    """Every IPv4 or IPv6 socket of this process, the library's among them."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed since it was listed
-            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as found:
-                if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[1] == port:
-                    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-    engine.library.send_probe(f"{host}:{port}")  # it holds for the next look
+            if stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as found:
+                    if found.family in (socket.AF_INET, socket.AF_INET6):
+                        yield found
 
 
 def _checked(library_metadata: bytes, settings: Settings) -> MooncakeMetadata:
@@ -347,8 +367,8 @@ def _checked(library_metadata: bytes, settings: Settings) -> MooncakeMetadata:
     except msgspec.MsgspecError as error:
         raise HandshakeError(f"unreadable Mooncake metadata of a peer: {error}") from error
     host, _, port = wire.address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise HandshakeError(f"Mooncake address {wire.address[:80]!r} of a peer is not HOST:PORT")
+    if numeric_address(host) is None or not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        raise HandshakeError(f"Mooncake address {wire.address[:80]!r} of a peer is not a numeric address and a port")
     if len(wire.identity) != IDENTITY_BYTES or wire.identity_address <= 0:
         raise HandshakeError(f"Mooncake peer {wire.address} does not say how to identify it")
     if wire.protocol != settings.protocol:

@@ -34,8 +34,7 @@ def settings_of_environment() -> Settings:
         _require_nics(device)
     if os.environ.get("MC_TCP_PROTO") == "1":
         raise ConnectorError("MC_TCP_PROTO=1 makes a WRITE end before its bytes have arrived; unset it")
-    _require_own_address(host)
-    return Settings(protocol, host, device)
+    return Settings(protocol, _own_address(host), device)
 
 
 def _require_nics(device: str) -> None:
@@ -48,11 +47,16 @@ def _require_nics(device: str) -> None:
         )
 
 
-def _require_own_address(host: str) -> None:
+def _own_address(host: str) -> str:
+    """The numeric IPv4 address of a host that is this machine."""
     try:
         with socket.socket() as probe:
             probe.bind((host, 0))
-            if probe.getsockname()[0] == "0.0.0.0":
-                raise OSError("peers cannot connect to a wildcard")
+            address = str(probe.getsockname()[0])
+        if address == "0.0.0.0":
+            raise OSError("peers cannot connect to a wildcard")
     except (OSError, UnicodeError) as error:
-        raise ConnectorError(f"KVX_MOONCAKE_HOST is {host!r}; it needs an address of this machine: {error}") from error
+        raise ConnectorError(
+            f"KVX_MOONCAKE_HOST is {host!r}; it needs an IPv4 address of this machine: {error}"
+        ) from error
+    return address

@@ -235,6 +235,16 @@ class Engine:
     def poke(self, offset: int, nbytes: int, value: int) -> None:
         self.cache.buffer[offset : offset + nbytes] = value
 
+    def put(self, offset: int, data: bytes) -> None:
+        import numpy as np
+
+        self.cache.buffer.numpy()[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+    def poke_address(self, address: int, data: bytes) -> None:
+        import ctypes
+
+        ctypes.memmove(address, data, len(data))
+
     def peek(self, offset: int, nbytes: int) -> bytes:
         return bytes(self.cache.buffer[offset : offset + nbytes].numpy().tobytes())
 
