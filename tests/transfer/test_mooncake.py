@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,13 @@ def forged(metadata: bytes, **library: object) -> bytes:
     return msgspec.msgpack.encode(wire)
 
 
+def await_that(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def require_untouched(engine: Remote, nbytes: int, value: int) -> None:
     engine.progress(1.0)
     assert engine.peek(0, nbytes) == bytes([value]) * nbytes
@@ -99,20 +107,20 @@ def test_transfers_beside_each_other_share_the_queue(pair: tuple[Remote, Remote]
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_after_a_failed_copy_no_other_one_lands(pair: tuple[Remote, Remote], op: str) -> None:
+def test_after_a_failed_copy_no_other_one_lands(start_engines: StartEngines, op: str) -> None:
     """The library goes on with the rest of a transfer whose first copy was refused: the drain must end that."""
-    ours, theirs = pair
+    ours, theirs = start_engines(config("ours"), config("theirs"))
+    unconnected = theirs.descriptors()
     ours.connect(forged(theirs.metadata()))
-    ours.poke(0, SEGMENT, 1), theirs.poke(0, SEGMENT, 5)
-    beyond = [4 * SEGMENT + 64]
-    source, destination = (beyond + MIBS, [31 * MIB, *MIBS]) if op == "read" else ([31 * MIB, *MIBS], beyond + MIBS)
-    ours.submit(op, source, destination, MIB // 2, 20.0)
+    rest, beyond = MIBS * 32, [4 * SEGMENT + 64]
+    source, destination = (beyond + rest, [0, *rest]) if op == "read" else ([0, *rest], beyond + rest)
+    ours.submit(op, source, destination, MIB, 20.0)
     state, kind, text, reported = ours.finish(20)
     assert (state, kind, reported) == ("failed", "TransferError", 1)
     assert "refused it" in text
     taker = ours if op == "read" else theirs
-    if op == "write":
-        theirs.progress(0.2)  # what had left us may still arrive there; its owner is the one to close
+    if op == "write":  # what had left us before the drain arrives until the owner sees the connections end
+        await_that(lambda: theirs.descriptors() <= unconnected)
     taker.poke(0, SEGMENT, 2)
     require_untouched(taker, SEGMENT, 2)
     ours.connect(theirs.metadata())
