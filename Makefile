@@ -21,6 +21,7 @@ $(STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@scripts/system_libraries.sh
 	@rm -f .venv/.setup-*
 	@touch $@
 

@@ -14,52 +14,38 @@ keep its ports (15000 to 17000) inside a trusted network.
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
-import secrets
-import socket
-import stat
-import struct
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
-import numpy as np
 
 from kvx.addresses import numeric_address
 from kvx.connector import Capabilities, Connector, Copies, Op, Transfer, TransferState
-from kvx.errors import ConnectorError, ConnectorUnavailable, HandshakeError, TransferError
+from kvx.errors import ConnectorError, HandshakeError, TransferError
 from kvx.peer import Peer
 from kvx.region import MemoryRegion
+from kvx_connectors.mooncake_engine import (
+    IDENTITY_BYTES,
+    READ,
+    WRITE,
+    Engine,
+    end,
+    give_up_reaching,
+    register,
+    start_engine,
+)
 from kvx_connectors.mooncake_settings import Settings, settings_of_environment
 
-os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # read when the library is loaded; else it tells of every batch
-try:
-    from mooncake.engine import TransferEngine, TransferOpcode
-except ImportError as error:
-    if "libibverbs" not in str(error):
-        raise
-    # Its wheel is linked to the RDMA library, and so needs it for TCP as well.
-    raise ConnectorUnavailable(
-        "connector 'mooncake' needs the system library libibverbs.so.1, which is missing", "apt-get install libibverbs1"
-    ) from error
-
 __all__ = ["MooncakeConnector"]
-
-logger = logging.getLogger(__name__)
 
 # Copies given to the library at once, for each peer. It refuses more than 1024 that wait.
 WINDOW = 512
 # How long a transfer that was asked to stop may end by itself before its engine is ended.
 DRAIN_S = 0.25
-IDENTITY_BYTES = 16
-# An engine's end waits for its listener to look up: once a second, unless told otherwise.
-LISTENER_LOOKS_UP_S = 0.05
 
 
 class MooncakeMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,19 +58,11 @@ class MooncakeMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(eq=False)
-class _Engine:
-    """A TransferEngine with memory registered. The only reference to it, so that its end is when we say."""
-
-    library: Any
-    identity: np.ndarray[Any, np.dtype[np.uint8]]
-
-
-@dataclass(eq=False)
 class _Remote:
     """A peer's own metadata, and the engine that moves bytes to and from it; None when that has ended."""
 
     wire: MooncakeMetadata
-    engine: _Engine | None
+    engine: Engine | None
     opening: threading.Thread | None = None
     reached: bool = False
     in_flight: int = 0
@@ -107,7 +85,6 @@ class _Move:
         return self.given == len(self.length)
 
 
-_READ, _WRITE = TransferOpcode.Read, TransferOpcode.Write
 _DECODER = msgspec.msgpack.Decoder(MooncakeMetadata)
 
 
@@ -121,15 +98,15 @@ class MooncakeConnector(Connector):
 
     def __init__(self) -> None:
         super().__init__()
-        self._serving: _Engine | None = None
+        self._serving: Engine | None = None
         self._settings = Settings()
         self._memory: list[tuple[int, int]] = []
 
     def _open(self, regions: Sequence[MemoryRegion]) -> None:
         self._settings = settings_of_environment()
         self._memory = [(region.address, region.nbytes) for region in regions]
-        self._serving = self._start_engine()
-        failure = _register(self._serving, self._memory)
+        self._serving = start_engine(self._settings)
+        failure = register(self._serving, self._memory)
         if failure:
             self._end_serving()
             raise ConnectorError(failure)
@@ -150,7 +127,7 @@ class MooncakeConnector(Connector):
         known = self._peers.get(wire.address)
         if known is not None:  # it restarted at its old address: the library keeps the dead one's ports until told
             self.disconnect(known)
-        remote = _Remote(wire, self._start_engine())
+        remote = _Remote(wire, start_engine(self._settings))
         remote.opening = threading.Thread(
             target=_reach, args=(remote, remote.engine), name=f"kvx-mooncake-{wire.address}", daemon=True
         )
@@ -208,7 +185,7 @@ class MooncakeConnector(Connector):
             return False
         assert remote.engine is not None, "a connected peer has an engine"
         remote.opening = None
-        failure = _register(remote.engine, self._memory) if remote.reached else "no answer, or another engine's"
+        failure = register(remote.engine, self._memory) if remote.reached else "no answer, or another engine's"
         if failure:
             self._fail(transfer, failure)
         return not failure
@@ -228,10 +205,10 @@ class MooncakeConnector(Connector):
         engine, remote.engine = remote.engine, None
         opening, remote.opening = remote.opening, None
         if opening is not None:
-            _give_up_reaching(opening, remote.wire.address)
+            give_up_reaching(opening, remote.wire.address)
         # Where even that did not help, it has none of our memory, and ends with its thread.
         if engine is not None and (opening is None or not opening.is_alive()):
-            _end(engine)
+            end(engine)
         peer.connected = False
         for transfer in [item for item in self._pending if item.peer is peer]:
             transfer.handle = None
@@ -239,36 +216,20 @@ class MooncakeConnector(Connector):
 
     # Engines
 
-    def _start_engine(self) -> _Engine:
-        settings = self._settings
-        library = TransferEngine()
-        status = library.initialize(settings.host, "P2PHANDSHAKE", settings.protocol, settings.device)
-        if status != 0:
-            raise ConnectorError(
-                f"Mooncake could not start an engine at {settings.host} over {settings.protocol} (status {status}); "
-                "its log says why"
-            )
-        engine = _Engine(library, np.frombuffer(bytearray(secrets.token_bytes(IDENTITY_BYTES)), np.uint8))
-        _let_it_end_soon(engine, settings.host)
-        failure = _register(engine, [(engine.identity.ctypes.data, IDENTITY_BYTES)])
-        if failure:
-            raise ConnectorError(failure)
-        return engine
-
     def _end_serving(self) -> None:
         engine, self._serving = self._serving, None
         if engine is not None:
-            _end(engine)
+            end(engine)
 
 
-def _reach(remote: _Remote, engine: _Engine) -> None:
+def _reach(remote: _Remote, engine: Engine) -> None:
     """Ask the peer who it is, in a thread: the library's first call for a stopped peer takes a minute.
 
     The only memory of ours that this can touch is the engine's own.
     """
     with contextlib.suppress(Exception):  # the library has no types of its own; what counts is `reached`
         rows = [engine.identity.ctypes.data], [remote.wire.identity_address], [IDENTITY_BYTES]
-        batch = engine.library.batch_transfer_async(remote.wire.address, *rows, _READ)
+        batch = engine.library.batch_transfer_async(remote.wire.address, *rows, READ)
         while remote.engine and batch > 0 and engine.library.transfer_check_status(batch) == 0:
             time.sleep(0.0005)
         remote.reached = batch > 0 and engine.identity.tobytes() == remote.wire.identity
@@ -307,7 +268,7 @@ def _give(remote: _Remote, move: _Move, op: Op) -> str:
             local, theirs, nbytes = remote.engine.identity.ctypes.data, remote.wire.identity_address, IDENTITY_BYTES
         else:
             local, theirs, nbytes = move.local[at], move.remote[at], move.length[at]
-        opcode = _READ if identify or op is Op.READ else _WRITE
+        opcode = READ if identify or op is Op.READ else WRITE
         batch = remote.engine.library.batch_transfer_async(remote.wire.address, [local], [theirs], [nbytes], opcode)
         if batch <= 0:
             return "the library takes no copies for this peer any more"
@@ -315,50 +276,6 @@ def _give(remote: _Remote, move: _Move, op: Op) -> str:
         remote.in_flight += 1
         move.identifying, move.given = identify, at + (not identify)
     return ""
-
-
-def _register(engine: _Engine, memory: Sequence[tuple[int, int]]) -> str:
-    status = engine.library.batch_register_memory([address for address, _ in memory], [nbytes for _, nbytes in memory])
-    return f"Mooncake could not register {len(memory)} memory regions (status {status})" if status else ""
-
-
-def _end(engine: _Engine) -> None:
-    """Its destructor joins its threads, holding the interpreter's lock: some 20 ms with `_let_it_end_soon`."""
-    alive = weakref.ref(engine.library)
-    engine.library = None
-    assert alive() is None, "an engine that something else holds goes on moving bytes"
-
-
-def _let_it_end_soon(engine: _Engine, host: str) -> None:
-    """Have the engine's listener look up more often than once a second, since its end waits for that."""
-    port = engine.library.get_rpc_port()
-    timeout = struct.pack("ll", 0, int(LISTENER_LOOKS_UP_S * 1e6))
-    for found in _own_sockets():
-        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[1] == port:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-    engine.library.send_probe(f"{host}:{port}")  # it holds for the next look
-
-
-def _give_up_reaching(thread: threading.Thread, address: str) -> None:
-    """End the call for a peer that does not answer, by ending its connection: the library would wait for a minute."""
-    host, _, port = address.rpartition(":")
-    give_up = time.monotonic() + 1.0
-    while thread.is_alive() and time.monotonic() < give_up:
-        for found in _own_sockets():
-            with contextlib.suppress(OSError):  # not connected
-                if found.getpeername()[:2] == (host, int(port)):
-                    found.shutdown(socket.SHUT_RDWR)
-        thread.join(0.005)
-
-
-def _own_sockets() -> Iterator[socket.socket]:
-    """Every IPv4 or IPv6 socket of this process, the library's among them."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed since it was listed
-            if stat.S_ISSOCK(os.stat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as found:
-                    if found.family in (socket.AF_INET, socket.AF_INET6):
-                        yield found
 
 
 def _checked(library_metadata: bytes, settings: Settings) -> MooncakeMetadata:
