@@ -136,9 +136,6 @@ class Engine:
     def status(self) -> dict[str, Any]:
         return self.worker.status()
 
-    def descriptors(self) -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     def cpu_s(self) -> float:
         return time.process_time()
 

@@ -27,7 +27,7 @@ MIBS = [index * MIB for index in range(8)]
 
 
 def config(name: str, **fields: Any) -> EngineConfig:
-    return EngineConfig(name, connector="mooncake", settings={"connectors": ("mooncake",)}, **{**BIG, **fields})
+    return EngineConfig(name, connectors=("mooncake",), **{**BIG, **fields})
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_transfers_beside_each_other_share_the_queue(pair: tuple[Remote, Remote]
 def test_after_a_failed_copy_no_other_one_lands(start_engines: StartEngines, op: str) -> None:
     """The library goes on with the rest of a transfer whose first copy was refused: the drain must end that."""
     ours, theirs = start_engines(config("ours"), config("theirs"))
-    unconnected = theirs.descriptors()
+    unconnected = theirs.num_fds()
     ours.connect(forged(theirs.metadata()))
     rest, beyond = MIBS * 32, [4 * SEGMENT + 64]
     source, destination = (beyond + rest, [0, *rest]) if op == "read" else ([0, *rest], beyond + rest)
@@ -120,7 +120,7 @@ def test_after_a_failed_copy_no_other_one_lands(start_engines: StartEngines, op:
     assert "refused it" in text
     taker = ours if op == "read" else theirs
     if op == "write":  # what had left us before the drain arrives until the owner sees the connections end
-        await_that(lambda: theirs.descriptors() <= unconnected)
+        await_that(lambda: theirs.num_fds() <= unconnected)
     taker.poke(0, SEGMENT, 2)
     require_untouched(taker, SEGMENT, 2)
     ours.connect(theirs.metadata())
@@ -301,10 +301,10 @@ def test_a_missing_system_library_is_one_sentence(tmp_path: Path) -> None:
         "from kvx import registry\n"
         "from kvx.errors import ConnectorUnavailable\n"
         "try:\n"
-        "    registry.create('mooncake')\n"
+        "    registry.connector_class('mooncake')\n"
         "except ConnectorUnavailable as error:\n"
         "    print(error, error.hint, sep='|')\n"
-        "print(registry.create('nixl').name)\n"
+        "print(registry.connector_class('nixl').name)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
