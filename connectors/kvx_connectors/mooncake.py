@@ -43,9 +43,11 @@ from kvx_connectors.mooncake_settings import Settings, settings_of_environment
 __all__ = ["MooncakeConnector"]
 
 # Copies given to the library at once, for each peer. It refuses more than 1024 that wait.
-WINDOW = 512
+WINDOW = 960
 # How long a transfer that was asked to stop may end by itself before its engine is ended.
 DRAIN_S = 0.25
+# The library's threads move the bytes; a caller that polls without a pause would take their core.
+YIELD_S = 100e-6
 
 
 class MooncakeMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,9 +142,12 @@ class MooncakeConnector(Connector):
         self._look_at(transfer)
 
     def _progress(self) -> list[tuple[str, bytes]]:
+        finished = len(self._finished)
         for transfer in list(self._pending):
             if transfer.state is TransferState.PENDING:
                 self._look_at(transfer)
+        if self._pending and len(self._finished) == finished:
+            time.sleep(YIELD_S)
         return []
 
     def _cancel(self, transfer: Transfer) -> None:
