@@ -13,7 +13,10 @@ from kvx.cli.app import app
 pytestmark = pytest.mark.transfer
 
 
-@pytest.mark.parametrize(("connector", "sides"), [("ipc", {"memcpy"}), ("nixl", {"memcpy", "raw library"})])
+@pytest.mark.parametrize(
+    ("connector", "sides"),
+    [("ipc", {"memcpy"}), ("nixl", {"memcpy", "raw library"}), ("mooncake", {"memcpy", "raw library"})],
+)
 def test_the_report_has_every_case_beside_every_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connector: str, sides: set[str]
 ) -> None:

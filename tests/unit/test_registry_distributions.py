@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvx.errors import ConnectorError, ConnectorUnavailable
-from kvx.registry import connector_class, known_connectors
+from kvx.registry import connector_class, connector_classes, known_connectors
 
 GOOD = """
 from kvx.connector import Capabilities, Connector, Op
@@ -126,6 +126,12 @@ def test_unreadable_entry_points_cost_only_their_own_distribution(
 def test_a_stranger_cannot_take_a_name_of_kvx(install: Install) -> None:
     install("faulty-one", GOOD.format(name="nixl"), name="nixl")
     assert "connector 'nixl' is registered twice, by faulty-one and kvx" in refusal("nixl")
+
+
+def test_auto_goes_without_what_cannot_be_used(install: Install, caplog: pytest.LogCaptureFixture) -> None:
+    install("faulty-one", GOOD.format(name="nixl"), name="nixl")
+    assert [found.name for found in connector_classes(["auto"])] == ["ipc"]
+    assert "auto goes without connector nixl: connector 'nixl' is registered twice" in caplog.text
 
 
 def test_what_a_connector_says_of_its_missing_library_is_passed_on(install: Install) -> None:
