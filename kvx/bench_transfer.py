@@ -222,12 +222,12 @@ def _reader(side: str, settings: TransferSettings) -> Iterator[_Process]:
         yield reader
 
 
-def _memory(device: str, total_bytes: int, undo: ExitStack) -> tuple[Reservation, torch.Tensor]:
+def _memory(device: str, total_bytes: int, undo: ExitStack, *, shareable: bool) -> tuple[Reservation, torch.Tensor]:
     """Memory as a cache has it: one allocation behind reserved addresses."""
     if device != "cpu":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
-    driver = driver_for(device, shareable=True)
+    driver = driver_for(device, shareable=shareable)
     granules = -(-total_bytes // driver.granularity_bytes)
     reservation = Reservation(driver, granules * driver.granularity_bytes)
     reservation.reserve()
@@ -391,10 +391,10 @@ _ROLES: dict[str, type[_Reader]] = {CONNECTOR: _ConnectorReader, RAW: _RawReader
 
 def _opened(name: str, device: str, total_bytes: int, undo: ExitStack) -> tuple[Connector, torch.Tensor]:
     """An open connector over memory of its own, and the memory."""
-    reservation, memory = _memory(device, total_bytes, undo)
     found = connector_class(name)
     if Op.READ not in found.capabilities.operations or not found.capabilities.reaches_processes:
         raise ConnectorError(f"connector {name} cannot read from another process; there is nothing to time")
+    reservation, memory = _memory(device, total_bytes, undo, shareable=found.capabilities.shares_memory)
     connector = found()
     connector.open([MemoryRegion(reservation.address, total_bytes, 0, reservation.mappings[0])], 1)
     undo.callback(connector.close)
