@@ -90,7 +90,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def bench_pd(settings: BenchSettings, progress: Progress) -> dict[str, Any]:
     """Run the comparison and return its report. Trigger of EngineError: an engine or a hand-off failed."""
     with Servers(settings.logs) as servers:
-        sides = [_start(settings, servers, name, progress) for name in (KVX, STOCK)]
+        sides = _start(settings, servers, progress)
         client = Client()
         try:
             for number in range(settings.pairs + 1):
@@ -140,19 +140,23 @@ def read_handoffs(text: str) -> list[float]:
     return [row["arrived_s"] - row["asked_s"] for row in rows]
 
 
-def _start(settings: BenchSettings, servers: Servers, name: str, progress: Progress) -> _Side:
-    progress.stage(f"{name}: starting a prefill and a decode server")
-    log = servers.logs / f"{name}-handoffs.jsonl"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text("")
-    timed = {"KVX_HANDOFF_LOG": str(log.resolve())}
-    if name == KVX:
-        pair = engines.kvx_pair(settings.run, digests=False, environment=timed)
-    else:
-        pair = engines.stock_pair(settings.run, environment=timed)
-    side = _Side(name, *engines.start_pair(settings.run, servers, pair, progress.waiting), log)
-    _for_each(side, Server.pause)
-    return side
+def _start(settings: BenchSettings, servers: Servers, progress: Progress) -> list[_Side]:
+    """Both pairs, healthy and frozen."""
+    progress.stage("starting a prefill and a decode server of each kind")
+    logs = {name: servers.logs / f"{name}-handoffs.jsonl" for name in (KVX, STOCK)}
+    for log in logs.values():
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("")
+    timed = {name: {"KVX_HANDOFF_LOG": str(log.resolve())} for name, log in logs.items()}
+    pairs = [
+        engines.kvx_pair(settings.run, digests=False, environment=timed[KVX]),
+        engines.stock_pair(settings.run, environment=timed[STOCK]),
+    ]
+    started = engines.start_pairs(settings.run, servers, pairs, progress.waiting)
+    sides = [_Side(name, *pair, log) for (name, log), pair in zip(logs.items(), started, strict=True)]
+    for side in sides:
+        _for_each(side, Server.pause)
+    return sides
 
 
 @contextmanager

@@ -17,6 +17,10 @@ PREFILL, DECODE = "prefill", "decode"
 BASELINE_SPACE_GIB = 1
 
 
+# vLLM's options that say how large a GPU's cache is, so that nothing is measured.
+GPU_SIZES = ("--kv-cache-memory-bytes", "--num-gpu-blocks-override")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """What all engines of a run share. `first_port` 0: free ports are chosen. `arguments` go to every vLLM as they are.
@@ -42,7 +46,9 @@ class RunSettings:
     @property
     def start_one_by_one(self) -> bool:
         """Each engine measures what is free, so nobody else may be taking some meanwhile."""
-        return self.device != "cpu" or self.kv_space_gib is None
+        if self.device == "cpu":
+            return self.kv_space_gib is None
+        return not any(word.split("=")[0] in GPU_SIZES for word in self.arguments)
 
     def described(self) -> dict[str, Any]:
         """All that somebody needs who repeats the run; ports and the model's folder are the machine's own."""
@@ -139,6 +145,17 @@ def start_pair(
     decode = servers.start(pair.decode)
     servers.wait_healthy(waiting=waiting, only=(prefill, decode))
     return prefill, decode
+
+
+def start_pairs(
+    run: RunSettings, servers: Servers, pairs: Sequence[Pair], waiting: Callable[[Server, float], None]
+) -> list[tuple[Server, Server]]:
+    """Several pairs; on a GPU whose engines measure nothing all at once: it has cores enough, and starts are long."""
+    if run.device == "cpu" or run.start_one_by_one:
+        return [start_pair(run, servers, pair, waiting) for pair in pairs]
+    started = [(servers.start(pair.prefill), servers.start(pair.decode)) for pair in pairs]
+    servers.wait_healthy(waiting=waiting, only=tuple(server for pair in started for server in pair))
+    return started
 
 
 def _engine(run: RunSettings, name: str, port: int) -> EngineSettings:

@@ -129,6 +129,24 @@ def test_engines_that_measure_what_is_free_start_one_after_the_other(world, sett
     assert report["settings"]["arguments"] == []
 
 
+BYTES = ("--kv-cache-memory-bytes=1G",)
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "waits"),
+    [("cuda", BYTES, 1), ("cuda", ("--seed", "1"), 4), ("cpu", BYTES, 2)],
+)
+def test_pairs_on_a_gpu_that_measure_nothing_start_at_once(world, settings, device, arguments, waits):
+    run = dataclasses.replace(settings.run, device=device, arguments=arguments)
+    pairs = [engines.kvx_pair(run, digests=False), engines.stock_pair(run)]
+    started = engines.start_pairs(run, world, pairs, lambda _server, _seconds: None)
+    assert [[server.settings.name for server in pair] for pair in started] == [
+        ["prefill", "decode"],
+        ["stock-prefill", "stock-decode"],
+    ]
+    assert len(world.waited) == waits
+
+
 def test_a_refused_question_is_a_difference_and_the_run_goes_on(world, settings):
     FakeClient.failing = {"decode"}
     report = runner.verify(settings, Quiet())
