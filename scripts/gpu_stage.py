@@ -37,7 +37,7 @@ NGRAM = {
 PD_ARGUMENTS = "--gpu-memory-utilization 0.3 --attention-backend TRITON_ATTN"
 FORK_REFUSED = "re-initialize CUDA in forked subprocess"  # torch's words, where an import has started CUDA after all
 # Of one size, so that nothing is measured and the four engines may start at once.
-BENCH_PD_ARGUMENTS = "--gpu-memory-utilization 0.2 --kv-cache-memory-bytes 8G"
+BENCH_PD_ARGUMENTS = "--gpu-memory-utilization 0.2 --kv-cache-memory-bytes 8589934592"
 
 
 @dataclass
