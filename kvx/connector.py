@@ -165,7 +165,7 @@ class Connector(ABC):
         """What a peer's `connect` needs, valid for this generation."""
         with self._lock:
             self._require_open("metadata")
-            table = self._regions
+            table = self._reachable()
             return msgspec.msgpack.encode(
                 ConnectorMetadata(
                     version=METADATA_VERSION,
@@ -309,6 +309,10 @@ class Connector(ABC):
         """Where a connector reaches some peers only; most reach all."""
         del library_metadata
         return None
+
+    def _reachable(self) -> RegionTable:
+        """What a peer that has our metadata may read and write: what is registered, unless a subclass has another."""
+        return self._regions
 
     # For hooks.
 
