@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -19,12 +19,16 @@ from kvx.errors import ConnectorError, ConnectorStateError
 from kvx.geometry import GroupGeometry
 from kvx.inject import Fault, Injector
 from kvx.metrics import HandoffMetrics
+from kvx.offload import Eviction
 from kvx.peer import EngineInfo, PeerDescriptor
 
 
 @dataclass(frozen=True)
 class HandoffSettings:
-    """Everything a user may set. `verify` takes and compares digests; `inject` is for negative controls only."""
+    """Everything a user may set. `verify` takes and compares digests; `inject` is for negative controls only.
+
+    `offload_bytes`: host memory of each rank for connectors that offload.
+    """
 
     connectors: tuple[str, ...] = ("nixl",)
     side_channel_host: str = "127.0.0.1"
@@ -34,6 +38,8 @@ class HandoffSettings:
     transfer_deadline_s: float = 10.0
     verify: Literal["off", "all"] = "off"
     inject: str | None = None
+    offload_bytes: int = 1 << 30
+    offload_eviction: Eviction = "lru"
 
     def __post_init__(self) -> None:
         names = self.connectors
@@ -55,6 +61,12 @@ class HandoffSettings:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 <= value <= 3600 or (value == 0 and least == "more than 0"):
                 raise ConnectorError(f"{name} is {value!r}; it needs seconds, {least}, at most 3600")
+        size = self.offload_bytes
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConnectorError(f"offload_bytes is {size!r}; it needs a whole number of bytes, at least 1")
+        if self.offload_eviction not in get_args(Eviction):
+            known = " or ".join(repr(name) for name in get_args(Eviction))
+            raise ConnectorError(f"offload_eviction is {self.offload_eviction!r}; it needs {known}")
         if self.verify not in ("off", "all"):
             raise ConnectorError(f"verify is {self.verify!r}; it needs 'off' or 'all'")
         if self.inject is not None and not isinstance(self.inject, str):

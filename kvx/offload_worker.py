@@ -65,6 +65,18 @@ class OffloadEvents:
     loaded: frozenset[str] = frozenset()
     unloaded: Mapping[str, str] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.unstored or self.loaded or self.unloaded)
+
+    def joined(self, later: OffloadEvents) -> OffloadEvents:
+        """Both together."""
+        return OffloadEvents(
+            self.stored | later.stored,
+            self.unstored | later.unstored,
+            self.loaded | later.loaded,
+            {**self.unloaded, **later.unloaded},
+        )
+
 
 @dataclass
 class OffloadMetrics:

@@ -18,10 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
 from ..errors import EngineError
+from .bridge_offload import RankReport
 from .bridge_scheduler import BridgeScheduler, StepWork
 from .bridge_worker import BridgeWorker
 
@@ -31,6 +33,17 @@ class KvxMetadata(KVConnectorMetadata):
 
     def __init__(self, work: StepWork) -> None:
         self.work = work
+
+
+class KvxReport(KVConnectorWorkerMetadata):
+    """What a worker's half tells the scheduler's half after a step; vLLM joins those of all ranks."""
+
+    def __init__(self, report: RankReport) -> None:
+        self.report = report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, KvxReport)
+        return KvxReport(self.report.merged(other.report))
 
 
 @dataclass(frozen=True)
@@ -61,11 +74,15 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
             raise EngineError("this half of the bridge lives in a worker; only the engine core's may be asked this")
         return self._scheduler
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.scheduler.offload.bind(gpu_block_pool)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler.match(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        # A hand-off brings the request's own blocks of every group, not only the prefix-cacheable ones.
+        # A hand-off brings the request's own blocks of every group, not only the prefix-cacheable ones; what can be
+        # offloaded has no others.
         group_ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return group_ids
 
@@ -73,10 +90,25 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.blocks_allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return KvxMetadata(self.scheduler.take_work(idle=scheduler_output.total_num_scheduled_tokens == 0))
+        return KvxMetadata(self.scheduler.take_work(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self.scheduler.arrived(connector_output.finished_recving or ())
+        told = connector_output.kv_connector_worker_meta
+        self.scheduler.arrived(
+            connector_output.finished_recving or (),
+            connector_output.failed_recving or (),
+            told.report if isinstance(told, KvxReport) else None,
+        )
+
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler.offload.frees_blocks_soon
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler.offload.is_busy
+
+    def reset_cache(self) -> bool | None:
+        self.scheduler.offload.reset()
+        return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finished(request, (block_ids,))
@@ -122,7 +154,12 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         return
 
     def wait_for_save(self) -> None:
-        return
+        # After the forward pass, and on its stream: a store begins when what wrote its blocks has run.
+        self.worker.store(_work_of(self._get_connector_metadata()))
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report = self.worker.take_report()
+        return None if report is None else KvxReport(report)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         outcome = self.worker.take_outcome()

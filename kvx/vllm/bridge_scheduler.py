@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import settings
+from .bridge_offload import OffloadScheduler, OffloadWork, RankReport
 
 logger = logging.getLogger("vllm.kvx")
 
@@ -47,6 +48,7 @@ class StepWork:
     holds: list[HoldWork] = field(default_factory=list)
     pulls: list[PullWork] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
+    offload: OffloadWork = field(default_factory=OffloadWork)
     #: Nothing is scheduled in this step, so a worker may wait for a transfer instead of spinning.
     idle: bool = False
 
@@ -94,27 +96,37 @@ class BridgeScheduler:
         self._tp_size: int = vllm_config.parallel_config.tensor_parallel_size
         self._work = StepWork()
         self._pulling: set[str] = set()
+        self.offload = OffloadScheduler(
+            kv_cache_config,
+            eviction=self._settings.offload_eviction,
+            num_ranks=vllm_config.parallel_config.world_size,
+        )
 
     def listens_at(self, port: int) -> None:
         """The first rank's side channel port, which a configured 0 leaves to the system."""
         self._port = port
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Prompt tokens that the prefill side has beyond those already here, and whether they load in background."""
+        """Tokens that can be loaded beyond those already here, and whether they load in background.
+
+        From the prefill side where there is one, otherwise from host memory.
+        """
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill") or RemotePrefill.from_params(params) is None:
-            return 0, False
-        missing = request.num_prompt_tokens - num_computed_tokens
-        return (missing, True) if missing > 0 else (0, False)
+        if params and params.get("do_remote_prefill") and RemotePrefill.from_params(params) is not None:
+            tokens = request.num_prompt_tokens - num_computed_tokens
+        else:
+            tokens = self.offload.match(request, num_computed_tokens)
+        return (tokens, True) if tokens > 0 else (0, False)
 
     def blocks_allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Called when vLLM has given the request its blocks; once more after the load, with nothing left to do."""
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
-            return
-        remote = RemotePrefill.from_params(params)
-        # Once: a hand-off that failed is never offered again.
-        params["do_remote_prefill"] = False
+        remote = RemotePrefill.from_params(params) if params and params.get("do_remote_prefill") else None
+        if params and params.get("do_remote_prefill"):
+            # Once: a hand-off that failed is never offered again.
+            params["do_remote_prefill"] = False
+        chosen = self._kv_cache_config.select_transfer_block_ids([list(group) for group in block_ids])
+        self.offload.admitted(request, chosen, 0 if remote is not None else num_external_tokens)
         if remote is None:
             return
         first_token = request.num_prompt_tokens - num_external_tokens
@@ -122,6 +134,7 @@ class BridgeScheduler:
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks stay, and the parameters that lead the decode side to them."""
+        self.offload.finished(request)
         params = request.kv_transfer_params
         if not params:
             return False, None
@@ -143,14 +156,18 @@ class BridgeScheduler:
             return False, None
         return self._hold(request, block_ids)
 
-    def arrived(self, request_ids: Iterable[str]) -> None:
-        """These pulls have ended, one way or the other."""
+    def arrived(self, request_ids: Iterable[str], failed: Iterable[str], report: RankReport | None) -> None:
+        """These pulls and loads have ended, one way or the other; and what the ranks say of their host blocks."""
         self._pulling.difference_update(request_ids)
+        self.offload.arrived(request_ids, failed)
+        if report is not None:
+            self.offload.heard(report)
 
-    def take_work(self, *, idle: bool) -> StepWork:
-        """What has gathered since the last step. `idle`: the step computes nothing."""
+    def take_work(self, scheduler_output: Any) -> StepWork:
+        """What has gathered since the last step, and the stores of this one."""
         work, self._work = self._work, StepWork()
-        work.idle = idle
+        work.offload = self.offload.take_work(scheduler_output)
+        work.idle = scheduler_output.total_num_scheduled_tokens == 0
         return work
 
     def _hold(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:

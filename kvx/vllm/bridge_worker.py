@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 from .. import registry
 from ..cache import CacheState, RegionUser
 from ..connector import Connector
-from ..errors import CacheStateError, KVXError
+from ..errors import CacheStateError, ConnectorError, KVXError
 from ..handoff import CacheFollower, EngineInfo, HandoffWorker, Pull
 from ..layout import KVCacheLayout, require_block_compact
-from . import allocation, settings
+from ..offload_worker import OffloadConnector, OffloadEvents, OffloadWorker
+from . import allocation, bridge_offload, settings
+from .bridge_offload import OffloadWork, RankReport
 from .bridge_scheduler import HoldWork, PullWork, StepWork
 from .worker_side import WorkerSeam, current_seam
 
@@ -24,6 +27,8 @@ logger = logging.getLogger("vllm.kvx")
 #: The longest that an idle step waits for a transfer: a new request waits as long at the most. Shorter waits make the
 #: engine's processes spin for the cores that the copy needs (2 cores: hand-off p50 11 ms with 20 ms, 14 to 19 with 3).
 IDLE_WAIT_S = 0.02
+#: How often an idle step looks for the end of a load or store, which no condition announces.
+OFFLOAD_LOOK_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,9 @@ class BridgeWorker:
         self._connectors: list[Connector] = []
         self._handoff: HandoffWorker | None = None
         self._follower: CacheFollower | None = None
+        self._offload: OffloadWorker | None = None
+        self._offload_counters: Mapping[str, int] = {}
+        self._offload_events = OffloadEvents()
         self._received_tokens = 0
         self._tokens_asked: dict[str, int] = {}
         self._refused: set[str] = set()
@@ -74,13 +82,17 @@ class BridgeWorker:
             raise CacheStateError(f"connectors open after extend_kv_cache, but the cache is {cache.state}")
         layout = KVCacheLayout.parse(self._vllm_config.cache_config.kv_cache_layout)
         require_block_compact(layout)
+        groups = self._groups(kv_caches)
         for connector_class in registry.connector_classes(self._settings.connectors):
             connector = connector_class()
+            if isinstance(connector, OffloadConnector) and not self._begin_offload(connector, groups, kv_caches):
+                continue
             self._connectors.append(connector)
             cache.attach(connector)
-        self._handoff = HandoffWorker(self._settings, self._info(), self._connectors, status_extra=self._status)
+        movers = [connector for connector in self._connectors if connector.capabilities.reaches_processes]
+        self._handoff = HandoffWorker(self._settings, self._info(), movers, status_extra=self._status)
         self._handoff.open(
-            groups=self._groups(kv_caches),
+            groups=groups,
             views=kv_caches,
             num_blocks=cache.final_blocks,
             generation=cache.generation,
@@ -91,17 +103,31 @@ class BridgeWorker:
         cache.attach(self._follower)
 
     def start(self, work: StepWork) -> None:
-        """Hand a step's work to the hand-off threads; returns at once."""
+        """Hand a step's work to the hand-off threads and its loads to the connector; returns at once."""
         for hold in work.holds:
             self._hold(hold)
         for pull in work.pulls:
             self._pull(pull)
         for request_id in work.cancels:
             self.handoff.cancel(request_id)
+        if self._offload is not None:
+            self._load(self._offload, work.offload)
+
+    def store(self, work: StepWork) -> None:
+        """Begin the step's stores; call it when the step's forward pass has been queued."""
+        if self._offload is not None:
+            for copy in work.offload.stores:
+                self._offload.store(copy)
 
     def wait(self) -> None:
-        """Sleep until a hand-off has ended, for a moment at the most."""
-        self.handoff.wait(IDLE_WAIT_S)
+        """Sleep until a hand-off, a load or a store has ended, for a moment at the most."""
+        until = time.monotonic() + IDLE_WAIT_S
+        while self._offload is not None and self._offload.is_busy:
+            # Looked at by polling, and kept for `take_outcome`.
+            self._offload_events = self._offload_events.joined(self._offload.poll())
+            if self._offload_events or self.handoff.wait(OFFLOAD_LOOK_S) or time.monotonic() >= until:
+                return
+        self.handoff.wait(max(0.0, until - time.monotonic()))
 
     def take_outcome(self) -> Outcome:
         """What ended since the last step. A pull of no tokens only frees the owner's blocks: vLLM does not wait."""
@@ -114,11 +140,55 @@ class BridgeWorker:
         for request_id in events.expired:
             logger.warning("kvx: the hold of request %s ended before anyone read its blocks", request_id)
         self._received_tokens += sum(asked[request_id] for request_id in events.received)
+        if self._offload is not None:
+            self._offload_events = self._offload_events.joined(self._offload.poll())
         return Outcome(
             sent=events.released | events.expired | not_held,
-            received=frozenset(r for r in events.received if asked[r]),
-            failed=frozenset(r for r in {*events.failed, *refused} if asked[r]),
+            received=self._offload_events.loaded | {r for r in events.received if asked[r]},
+            failed=frozenset(self._offload_events.unloaded) | {r for r in {*events.failed, *refused} if asked[r]},
         )
+
+    def take_report(self) -> RankReport | None:
+        """What the scheduler must know of host blocks, after `take_outcome`; None where nothing is offloaded."""
+        if self._offload is None:
+            return None
+        events, self._offload_events = self._offload_events, OffloadEvents()
+        return RankReport(
+            generation=self._offload.generation,
+            ready_blocks=self._offload.ready_blocks,
+            stored=dict.fromkeys(events.stored | events.unstored, 1),
+            unstored=set(events.unstored),
+        )
+
+    def _begin_offload(
+        self, connector: OffloadConnector, groups: tuple[Any, ...], kv_caches: Mapping[str, torch.Tensor]
+    ) -> bool:
+        """Set the connector up, unless this model cannot be offloaded, which is said."""
+        if self._offload is not None:
+            raise ConnectorError(f"connector {connector.name}: one connector that offloads is enough; name one")
+        if why := bridge_offload.refusal(self._vllm_config, self._kv_cache_config):
+            logger.warning("kvx: this model goes without %s: %s", connector.name, why)
+            return False
+        connector.host_bytes = self._settings.offload_bytes
+        alone = set(self._settings.connectors) == {connector.name}
+        self._offload = OffloadWorker(
+            connector,
+            self._seam.require_cache().table.segments,
+            groups,
+            kv_caches,
+            tokens_per_block=bridge_offload.tokens_per_block(self._kv_cache_config),
+            verifies=self._settings.verify == "all",
+            # With others beside it, the fault is for the hand-off.
+            injected=self._settings.inject if alone else None,
+            deadline_s=self._settings.transfer_deadline_s,
+        )
+        return True
+
+    def _load(self, offload: OffloadWorker, work: OffloadWork) -> None:
+        if work.counters is not None:
+            self._offload_counters = work.counters
+        for copy in work.loads:
+            offload.load(copy)
 
     def _hold(self, hold: HoldWork) -> None:
         """A hold that cannot begin (the cache is changing) frees the request's blocks; decode will be refused."""
@@ -201,7 +271,9 @@ class BridgeWorker:
         """What this engine adds to the hand-off's own status, in plain values that msgpack can carry."""
         # Connectors register the same regions, each with its own library.
         registered_bytes = max((connector.registered_bytes for connector in self._connectors), default=0)
+        offload = {} if self._offload is None else {"offload": {**self._offload_counters, **self._offload.status()}}
         return {
+            **offload,
             "cache": {
                 **self._seam.report(registered_bytes),
                 "layer_groups": len(self._kv_cache_config.transfer_groups),
