@@ -35,7 +35,7 @@ class Ticket:
 
 @dataclass
 class OffloadCounters:
-    """Blocks since the start. `hits` were found and asked for, `reloads` have arrived in the cache.
+    """Blocks since the start. `hits` were found and copied, `reloads` are those of them that arrived in the cache.
 
     `refused`: not stored, because every host block was in use.
     """
@@ -117,7 +117,6 @@ class HostPool:
         # Backwards, so that of one prefix the last blocks are evicted first.
         for key in reversed(keys):
             self._order.hit(key)
-        self.counters.hits += len(keys)
         return self._pin(Use.LOAD, keys, entries)
 
     def store(self, keys: Iterable[Hashable]) -> Ticket | None:
@@ -137,25 +136,34 @@ class HostPool:
             self._order.insert(key)
         return self._pin(Use.STORE, tuple(taken), list(taken.values())) if taken else None
 
-    def finish(self, ticket: Ticket, *, ok: bool) -> None:
-        """The copy of a ticket has ended, well or not: its pins are undone. ConnectorStateError the second time."""
+    def is_current(self, ticket: Ticket) -> bool:
+        """Whether its blocks are what they were: no reset has come since."""
+        return not any(entry.is_forgotten for entry in self._tickets[ticket.number][1])
+
+    def finish(self, ticket: Ticket, *, ok: bool | None) -> None:
+        """Undo the pins of a ticket: its copy has ended, well or not, or (None) there was none.
+
+        ConnectorStateError the second time.
+        """
         if self._tickets.get(ticket.number, (None,))[0] is not ticket:
             raise ConnectorStateError(f"{ticket.use} {ticket.number} has been finished already; each ends once")
         _, entries = self._tickets.pop(ticket.number)
         for key, entry in zip(ticket.keys, entries, strict=True):
             entry.pins -= 1
             if ticket.use is Use.STORE and not entry.is_forgotten:
-                entry.is_stored = ok
+                entry.is_stored = bool(ok)
                 if not ok:
                     self._order.remove(key)
                     del self._entries[key]
                     self._give_back(entry)
             elif entry.is_forgotten and entry.pins == 0:
                 self._give_back(entry)
-        if ok and ticket.use is Use.STORE:
-            self.counters.stores += len(ticket.keys)
-        elif ok:
-            self.counters.reloads += len(ticket.keys)
+        done = len(ticket.keys) if ok else 0
+        if ticket.use is Use.STORE:
+            self.counters.stores += done
+        elif ok is not None:
+            self.counters.hits += len(ticket.keys)
+            self.counters.reloads += done
 
     def renew(self, keys: Sequence[Hashable]) -> None:
         """A request has these blocks, a prefix in order: they stay longer than others, the first ones longest."""

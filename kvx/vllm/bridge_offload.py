@@ -108,7 +108,7 @@ class OffloadScheduler:
         self._block_pool: Any = None
         self._generation = NO_GENERATION
         self._requests: dict[str, _Request] = {}
-        self._matched: dict[str, int] = {}  # request -> its first token that a load would bring
+        self._matched: dict[str, tuple[int, Ticket]] = {}  # request -> the first token to load, and what it may load
         self._failed: set[str] = set()
         self._loads: dict[str, Ticket | None] = {}  # None: host memory had lost it, so nothing is pinned
         self._stores: dict[str, _Store] = {}
@@ -136,34 +136,24 @@ class OffloadScheduler:
 
     def match(self, request: Any, num_computed_tokens: int) -> int:
         """Tokens that host memory has beyond those already here: whole blocks, and never all tokens of a request."""
-        size = self.tokens_per_block
-        if not self._pool.num_blocks or num_computed_tokens % size or request.request_id in self._failed:
+        name, size = request.request_id, self.tokens_per_block
+        self._unmatch(name)
+        if not self._pool.num_blocks or num_computed_tokens % size or name in self._failed:
             return 0
-        first, end = num_computed_tokens // size, (request.num_tokens - 1) // size
-        found = self._pool.lookup(self._keys(request, first, end))
-        self._matched[request.request_id] = num_computed_tokens
+        keys = self._keys(request, num_computed_tokens // size, (request.num_tokens - 1) // size)
+        found = self._pool.lookup(keys)
+        if found:
+            # Pinned from here on: vLLM may take several steps before it means to load them.
+            self._matched[name] = num_computed_tokens, self._pool.load(keys[:found])
         return found * size
 
     def admitted(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """vLLM has given the request its blocks, and means to load so many tokens of those that `match` found."""
         # Its blocks may be others than before, and host memory may have lost some meanwhile: all are looked at again.
         self._requests[request.request_id] = _Request(request)
-        if num_external_tokens <= 0:
-            return
-        size = self.tokens_per_block
-        first_token = self._matched.pop(request.request_id)
-        first, end = first_token // size, -(-(first_token + num_external_tokens) // size)
-        keys = self._keys(request, first, end)
-        name = request.request_id
-        if self._pool.lookup(keys) < end - first:
-            # Cannot be between `match` and this; the request would wait for ever, so it hears of a failure.
-            logger.warning("kvx: request %s wants blocks that are in host memory no more", name)
-            self._loads[name] = None
-            self._new_loads.append(BlockCopy(name, NO_GENERATION, (), ()))
-            return
-        self._loads[name] = ticket = self._pool.load(keys)
-        blocks = tuple(self._cache_blocks(block_ids, index) for index in range(first, end))
-        self._new_loads.append(BlockCopy(name, self._generation, ticket.host_blocks, blocks, first_token))
+        if num_external_tokens > 0:
+            self._new_loads.append(self._load(request, block_ids, num_external_tokens))
+        self._unmatch(request.request_id)
 
     def take_work(self, scheduler_output: Any) -> OffloadWork:
         """This step's loads, and stores of the blocks that this step fills."""
@@ -182,7 +172,7 @@ class OffloadScheduler:
     def finished(self, request: Any) -> None:
         """The request has ended. A load on its way ends by its own report: until then vLLM keeps its blocks."""
         known = self._requests.pop(request.request_id, None)
-        self._matched.pop(request.request_id, None)
+        self._unmatch(request.request_id)
         self._failed.discard(request.request_id)
         if known is not None:
             self._pool.renew(self._keys(request, 0, known.considered))
@@ -215,6 +205,25 @@ class OffloadScheduler:
         ready_blocks = self._pool.num_blocks
         self._pool.reset()
         self._pool.offer(ready_blocks)
+
+    def _load(self, request: Any, block_ids: Sequence[Sequence[int]], num_tokens: int) -> BlockCopy:
+        """The load of what was matched, or less of it where vLLM wants less."""
+        name, size = request.request_id, self.tokens_per_block
+        first_token, matched = self._matched[name]
+        first, count = first_token // size, -(-num_tokens // size)
+        if not self._pool.is_current(matched):
+            # The request would wait for ever, so it hears of a failure: no worker has this generation.
+            logger.warning("kvx: host memory was given up after request %s had found its blocks there", name)
+            self._loads[name] = None
+            return BlockCopy(name, NO_GENERATION, (), ())
+        self._loads[name] = ticket = self._pool.load(matched.keys[:count])
+        blocks = tuple(self._cache_blocks(block_ids, first + index) for index in range(count))
+        return BlockCopy(name, self._generation, ticket.host_blocks, blocks, first_token)
+
+    def _unmatch(self, name: str) -> None:
+        _, ticket = self._matched.pop(name, (0, None))
+        if ticket is not None:
+            self._pool.finish(ticket, ok=None)
 
     def _store(self, request_id: str, num_tokens: int, block_state: Any) -> BlockCopy | None:
         """Stores of the blocks of one scheduled request that are full after this step, and hashed already."""

@@ -91,6 +91,15 @@ TOUCHED = (
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.update_connector_output",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_loaded_kv_cache_group_ids",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA.request_finished_all_groups",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.bind_gpu_block_pool",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.has_pending_block_frees",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.has_pending_push_work",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.reset_cache",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.build_connector_worker_meta",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata.aggregate",
+    "vllm.v1.core.block_pool:BlockPool.touch",
+    "vllm.v1.core.block_pool:BlockPool.free_blocks",
+    "vllm.v1.core.sched.output:KVConnectorBlockState.get_block_ids",
 )
 
 

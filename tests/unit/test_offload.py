@@ -80,9 +80,21 @@ def test_a_block_in_use_is_never_evicted() -> None:
     assert pool.store(["c"]) is None
     assert pool.counters.refused == 1
     pool.finish(ticket, ok=False)
-    assert pool.counters.reloads == 0
+    assert (pool.counters.hits, pool.counters.reloads) == (2, 0)
     stored(pool, "c")
     assert pool.lookup(["c"]) == 1
+
+
+def test_what_is_pinned_and_never_copied_is_no_hit() -> None:
+    pool = pool_of(1)
+    stored(pool, "a")
+    ticket = pool.load(["a"])
+    assert pool.is_current(ticket)
+    pool.finish(ticket, ok=None)
+    assert (pool.counters.hits, pool.counters.reloads) == (0, 0)
+    ticket = pool.load(["a"])
+    pool.reset()
+    assert not pool.is_current(ticket)
 
 
 def test_a_store_takes_what_there_is_room_for_in_order() -> None:
@@ -199,8 +211,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.in_use[ticket.number] = ticket
         return ticket
 
-    @rule(ticket=consumes(tickets), ok=st.booleans())
-    def finish(self, ticket: Ticket, ok: bool) -> None:
+    @rule(ticket=consumes(tickets), ok=st.sampled_from([True, False, None]))
+    def finish(self, ticket: Ticket, ok: bool | None) -> None:
         self.pool.finish(ticket, ok=ok)
         del self.in_use[ticket.number]
         if ticket.use is Use.STORE and ok and ticket.number in self.valid:

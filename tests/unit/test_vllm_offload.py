@@ -117,7 +117,8 @@ class Engine:
 
     @property
     def pins(self) -> int:
-        return self.offload._pool.num_in_use
+        """Tickets that are not finished, but for those of requests that have not been admitted yet."""
+        return self.offload._pool.num_in_use - len(self.offload._matched)
 
 
 def request(name: str, num_tokens: int, first: int = 0) -> Request:
@@ -213,6 +214,35 @@ def test_a_load_brings_what_is_missing_and_leaves_a_token_to_compute(engine: Eng
     assert engine.pins == 0
     engine.admit(asked, computed=12)
     assert engine.step(b=4).stores == []
+
+
+def test_what_was_matched_stays_until_vllm_loads_it_or_does_not(engine: Engine) -> None:
+    """vLLM may let steps pass between the two, and these may store other blocks."""
+    engine.prefill(request("a", 9))
+    asked, other = request("b", 9), request("c", 9)
+    for waiting in (asked, asked, other):
+        assert engine.offload.match(waiting, 0) == 8
+    for number in range(20):
+        engine.prefill(request(f"other {number}", 8, first=100 * (number + 1)))
+    engine.admit(asked, external=8)
+    (copy,) = engine.step().loads
+    assert len(copy.host_blocks) == 2
+    engine.offload.arrived(["b"], [])
+    engine.offload.finished(other)
+    assert engine.offload._pool.num_in_use == 0
+
+
+def test_vllm_may_load_less_than_was_matched(engine: Engine) -> None:
+    engine.prefill(request("a", 13))
+    asked = request("b", 13)
+    assert engine.offload.match(asked, 0) == 12
+    engine.admit(asked, external=8)
+    (copy,) = engine.step().loads
+    assert copy.blocks == ((asked.blocks[0],), (asked.blocks[1],))
+    assert engine.offload.match(asked, 0) == 12, "and it may ask anew"
+    engine.admit(asked)
+    engine.offload.arrived(["b"], [])
+    assert engine.offload._pool.num_in_use == 0
 
 
 def test_a_hole_ends_what_is_offered(engine: Engine) -> None:
