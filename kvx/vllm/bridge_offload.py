@@ -91,6 +91,14 @@ class _Request:
 
 
 @dataclass(eq=False)
+class _Load:
+    """`ticket` is None where host memory was given up, so that nothing is pinned. `tokens` as vLLM counts them."""
+
+    ticket: Ticket | None
+    tokens: int = 0
+
+
+@dataclass(eq=False)
 class _Store:
     ticket: Ticket
     pinned: list[Any]  # vLLM's blocks
@@ -110,9 +118,10 @@ class OffloadScheduler:
         self._requests: dict[str, _Request] = {}
         self._matched: dict[str, tuple[int, Ticket]] = {}  # request -> the first token to load, and what it may load
         self._failed: set[str] = set()
-        self._loads: dict[str, Ticket | None] = {}  # None: host memory had lost it, so nothing is pinned
+        self._loads: dict[str, _Load] = {}
         self._stores: dict[str, _Store] = {}
         self._new_loads: list[BlockCopy] = []
+        self._external_tokens = 0
         self._told = self._counters()
 
     @cached_property
@@ -181,9 +190,10 @@ class OffloadScheduler:
         """These loads have ended on all ranks. One that failed is never offered again."""
         unloaded = set(failed)
         for request_id in self._loads.keys() & set(request_ids):
-            ticket = self._loads.pop(request_id)
-            if ticket is not None:
-                self._pool.finish(ticket, ok=request_id not in unloaded)
+            load = self._loads.pop(request_id)
+            if load.ticket is not None:
+                self._pool.finish(load.ticket, ok=request_id not in unloaded)
+                self._external_tokens += 0 if request_id in unloaded else load.tokens
             if request_id in unloaded and request_id in self._requests:
                 self._failed.add(request_id)
 
@@ -214,9 +224,11 @@ class OffloadScheduler:
         if not self._pool.is_current(matched):
             # The request would wait for ever, so it hears of a failure: no worker has this generation.
             logger.warning("kvx: host memory was given up after request %s had found its blocks there", name)
-            self._loads[name] = None
+            self._loads[name] = _Load(None)
             return BlockCopy(name, NO_GENERATION, (), ())
-        self._loads[name] = ticket = self._pool.load(matched.keys[:count])
+        ticket = self._pool.load(matched.keys[:count])
+        # vLLM's own counter of external hits knows nothing of what a request loads after a preemption.
+        self._loads[name] = _Load(ticket, 0 if request.num_preemptions else num_tokens)
         blocks = tuple(self._cache_blocks(block_ids, first + index) for index in range(count))
         return BlockCopy(name, self._generation, ticket.host_blocks, blocks, first_token)
 
@@ -281,10 +293,11 @@ class OffloadScheduler:
         return tuple(found)
 
     def _counters(self) -> dict[str, int]:
-        """For the status. In use: host blocks that hold something, and copies on their way."""
+        """For the status. `used`: host blocks that hold something. `pinned`: loads and stores that have not ended."""
         pool = self._pool
         return {
             **pool.counters.as_status(),
+            "external_tokens": self._external_tokens,
             "blocks": pool.num_blocks,
             "used": pool.num_used,
             "pinned": pool.num_in_use,

@@ -56,6 +56,7 @@ class Request:
     tokens: list[int]
     hash_size: int = SIZE
     num_computed_tokens: int = 0
+    num_preemptions: int = 0
     kv_transfer_params: Any = None
     blocks: list[int] = field(default_factory=list)
 
@@ -214,6 +215,18 @@ def test_a_load_brings_what_is_missing_and_leaves_a_token_to_compute(engine: Eng
     assert engine.pins == 0
     engine.admit(asked, computed=12)
     assert engine.step(b=4).stores == []
+
+
+def test_tokens_are_counted_as_vllm_counts_external_hits(engine: Engine) -> None:
+    engine.prefill(request("a", 13))
+    for name, preemptions, failed in (("b", 0, []), ("c", 1, []), ("d", 0, ["d"])):
+        asked = request(name, 13)
+        asked.num_preemptions = preemptions
+        engine.admit(asked, external=engine.offload.match(asked, 0))
+        engine.offload.arrived([name], failed)
+    counters = engine.step().counters
+    assert counters is not None
+    assert (counters["external_tokens"], counters["reloads"], counters["hits"]) == (12, 6, 9)
 
 
 def test_what_was_matched_stays_until_vllm_loads_it_or_does_not(engine: Engine) -> None:
@@ -414,6 +427,9 @@ def test_whatever_happens_to_requests_no_pin_is_left(seed: int) -> None:
             asked = waiting.pop()
             found = engine.offload.match(asked, 0)
             assert found < asked.num_tokens
+            if chance.random() < 0.2:  # no blocks for it in this step
+                waiting.insert(0, asked)
+                continue
             engine.admit(asked, external=found)
             if found:
                 loading[asked.request_id] = asked
@@ -428,7 +444,7 @@ def test_whatever_happens_to_requests_no_pin_is_left(seed: int) -> None:
         for asked in [r for r in running if chance.random() < 0.3]:
             running.remove(asked)
             engine.free(asked)
-            asked.num_computed_tokens = 0
+            asked.num_computed_tokens, asked.num_preemptions = 0, 1
             if chance.random() < 0.5:
                 engine.offload.finished(asked)
             else:
@@ -454,8 +470,10 @@ def test_whatever_happens_to_requests_no_pin_is_left(seed: int) -> None:
     for asked in [*running, *loading.values()]:
         engine.offload.finished(asked)
         engine.free(asked)
+    for asked in waiting:
+        engine.offload.finished(asked)
     engine.offload.arrived(list(loading), [])
     engine.report(dict.fromkeys(stores, 1))
-    assert engine.pool.used == engine.pins == 0
+    assert engine.pool.used == engine.offload._pool.num_in_use == 0
     assert engine.offload._pool.counters.reloads > 0
     assert engine.offload._pool.counters.evictions > 0
