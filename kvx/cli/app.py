@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
@@ -18,6 +18,7 @@ from kvx.cli.files import require_writable, write_json
 from kvx.cli.show import ConsoleProgress, show_bench, show_verify
 from kvx.errors import KVXError
 from kvx.layout import KVCacheLayout, require_block_compact
+from kvx.offload import Eviction
 from kvx.registry import connector_classes
 from kvx.servers import require_known_vllm
 from kvx.verify.bench import BenchSettings, bench_pd
@@ -43,7 +44,7 @@ _progress = Console(stderr=True)
 Model = Annotated[
     Path | None, typer.Option(help="Checkpoint folder; by default SmolLM2-135M-Instruct, converted once.")
 ]
-Connector = Annotated[str, typer.Option(help="Connectors of the kvx pair, separated by commas.")]
+Connector = Annotated[str, typer.Option(help="Connectors of the kvx engines, separated by commas.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16. Answers are comparable in float32 only.")]
 BlockSize = Annotated[
     int | None, typer.Option(min=1, help="Tokens in one block; by default 128 on a CPU, and 16 on a GPU.")
@@ -85,6 +86,10 @@ def verify_command(
         bool, typer.Option(help="Fail when answers differ; without, judge the moved bytes only.")
     ] = True,
     inject: Annotated[str | None, typer.Option(help="A fault on purpose: flip-byte, swap-blocks or stale.")] = None,
+    offload_mib: Annotated[
+        int | None, typer.Option(min=1, help="MiB of host memory to offload to; by default what the questions need.")
+    ] = None,
+    offload_eviction: Annotated[str, typer.Option(help="What leaves host memory first: lru or arc.")] = "lru",
     model: Model = None,
     dtype: Dtype = "float32",
     block_size: BlockSize = None,
@@ -98,11 +103,18 @@ def verify_command(
     first_port: FirstPort = 0,
     logs: Logs = None,
 ) -> None:
-    """Prove that a prefill/decode pair with kvx answers byte for byte as one stock server does."""
+    """Prove that engines with kvx answer byte for byte as one stock server does.
+
+    A prefill/decode pair; or, where the connectors only offload, one engine that is asked everything twice.
+    """
     problems = load_problems(dataset, limit) if dataset is not None else own_problems()[:limit]
     examples = load_problems(few_shot, shots) if few_shot is not None and shots else own_shots()[:shots]
     if inject is not None and inject not in INJECTIONS:
         raise typer.BadParameter(f"{inject!r} is none of {', '.join(INJECTIONS)}", param_hint="--inject")
+    if offload_eviction not in get_args(Eviction):
+        raise typer.BadParameter(
+            f"{offload_eviction!r} is none of {', '.join(get_args(Eviction))}", param_hint="--offload-eviction"
+        )
     require_writable(report)
     run = _run_settings(
         model,
@@ -119,7 +131,12 @@ def verify_command(
         first_port,
     )
     settings = VerifySettings(
-        run=replace(run, inject=inject),
+        run=replace(
+            run,
+            inject=inject,
+            offload_bytes=offload_mib and offload_mib << 20,
+            offload_eviction=offload_eviction,
+        ),
         problems=problems,
         shots=examples,
         max_tokens=max_tokens,
@@ -221,13 +238,14 @@ def _run_settings(
     names = tuple(name.strip() for name in connector.split(",") if name.strip())
     if not names:
         raise typer.BadParameter("at least one name is needed, for example nixl", param_hint="--connector")
-    connector_classes(names)
+    offloading = tuple(found.name for found in connector_classes(names) if not found.capabilities.reaches_processes)
     wanted = layout or os.environ.get("VLLM_KV_CACHE_LAYOUT")
     if wanted:
         require_block_compact(KVCacheLayout.parse(wanted))
     run = RunSettings(
         model=require_model_folder(model.resolve()) if model is not None else default_model(),
         connectors=names,
+        offloading=offloading,
         dtype=dtype,
         block_size_tokens=block_size or DEFAULT_BLOCK_TOKENS[chosen],
         max_model_len_tokens=max_model_len,

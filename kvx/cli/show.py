@@ -68,6 +68,12 @@ def show_verify(console: Console, report: Mapping[str, Any]) -> None:
         f"moved {report['transfer']['bytes'] / 2**20:.1f} MiB in {report['transfer']['blocks']} blocks; "
         f"peak memory {report['memory']['peak_bytes'] / 2**30:.1f} GiB; {report['duration_s']:.0f} s"
     )
+    offload = report["offload"]
+    if offload["stores"]:
+        console.print(
+            f"offload: {offload['stores']} blocks stored, {offload['evictions']} evicted, "
+            f"{offload['reloads']} reloaded ({offload['loaded_bytes'] / 2**20:.1f} MiB)"
+        )
     for difference in report["differences"][:3]:
         console.print(f"[red]{escape(_difference(difference))}[/]")
     colour = "green" if report["passed"] else "bold red"

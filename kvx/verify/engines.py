@@ -13,7 +13,7 @@ from kvx.errors import EngineError
 from kvx.servers import EngineSettings, Server, Servers, free_ports, require_free_port, share_cores
 
 HOST = "127.0.0.1"
-PREFILL, DECODE = "prefill", "decode"
+PREFILL, DECODE, SINGLE = "prefill", "decode", "single"
 BASELINE_SPACE_GIB = 1
 
 
@@ -25,11 +25,16 @@ GPU_SIZES = ("--kv-cache-memory-bytes", "--num-gpu-blocks-override")
 class RunSettings:
     """What all engines of a run share. `first_port` 0: free ports are chosen. `arguments` go to every vLLM as they are.
 
-    `kv_space_gib` is for engines on a CPU; GPU engines have their share of the device by `arguments`.
+    `kv_space_gib` is for engines on a CPU; GPU engines have their share of the device by `arguments`. `offloading`:
+    those of the connectors that reach no other process; `small_blocks`: the cache of the engine that offloads most.
     """
 
     model: Path
     connectors: tuple[str, ...] = ("nixl",)
+    offloading: tuple[str, ...] = ()
+    offload_bytes: int | None = None
+    offload_eviction: str = "lru"
+    small_blocks: int | None = None
     dtype: str = "float32"
     block_size_tokens: int = 128
     max_model_len_tokens: int = 2048
@@ -50,11 +55,19 @@ class RunSettings:
             return self.kv_space_gib is None
         return not any(word.split("=")[0] in GPU_SIZES for word in self.arguments)
 
+    @property
+    def hands_off(self) -> bool:
+        """Whether there are connectors between engines, and so a pair; otherwise one engine does everything."""
+        return set(self.connectors) != set(self.offloading)
+
     def described(self) -> dict[str, Any]:
         """All that somebody needs who repeats the run; ports and the model's folder are the machine's own."""
         return {
             "model": self.model.name,
             "connectors": list(self.connectors),
+            "offload_bytes": self.offload_bytes,
+            "offload_eviction": self.offload_eviction,
+            "small_blocks": self.small_blocks,
             "device": self.device,
             "dtype": self.dtype,
             "block_size_tokens": self.block_size_tokens,
@@ -104,22 +117,37 @@ def baseline(run: RunSettings) -> EngineSettings:
 def kvx_pair(run: RunSettings, *, digests: bool, environment: dict[str, str] | None = None) -> Pair:
     """A prefill/decode pair with the plug-in and the bridge; `digests` of everything that is moved, or of nothing."""
     ports = _ports(run, 4)
-    shared = {
+    engines = []
+    for role, port, side_port, cores in zip((PREFILL, DECODE), ports[:2], ports[2:], share_cores(2), strict=True):
+        engine = _kvx_engine(run, role, port, side_port, digests=digests)
+        shared = {**engine.environment, **(environment or {})}
+        engines.append(replace(engine, cores=cores, environment=shared))
+    # Prefill writes the most blocks; decode keeps a cache that its hand-offs fit.
+    prefill = replace(engines[0], explicit_blocks=run.small_blocks or run.explicit_blocks)
+    return Pair(prefill, engines[1], ports[2], ports[3])
+
+
+def kvx_single(run: RunSettings, *, digests: bool) -> tuple[EngineSettings, int]:
+    """One engine with the plug-in and the bridge, on as many cores as the baseline; and its side channel port."""
+    port, side_port = _ports(run, 2)
+    engine = _kvx_engine(run, SINGLE, port, side_port, digests=digests)
+    return replace(engine, cores=share_cores(2)[0], explicit_blocks=run.small_blocks or run.explicit_blocks), side_port
+
+
+def _kvx_engine(run: RunSettings, role: str, port: int, side_port: int, *, digests: bool) -> EngineSettings:
+    extra: dict[str, Any] = {"connectors": list(run.connectors), "side_channel_host": HOST}
+    extra |= {"side_channel_port": side_port, "verify": "all" if digests else "off"}
+    if run.inject is not None:
+        extra["inject"] = run.inject
+    if run.offload_bytes is not None:
+        extra |= {"offload_bytes": run.offload_bytes, "offload_eviction": run.offload_eviction}
+    transfer = _transfer("KvxConnector", role, extra) | {"kv_connector_module_path": "kvx.vllm.bridge"}
+    environment = {
         "VLLM_PLUGINS": "kvx",
         "KVX_HOST_ENGINES": os.environ.get("KVX_HOST_ENGINES", "2"),
         **_layout_environment(run),
-        **(environment or {}),
     }
-    engines = []
-    for role, port, side_port, cores in zip((PREFILL, DECODE), ports[:2], ports[2:], share_cores(2), strict=True):
-        extra: dict[str, Any] = {"connectors": list(run.connectors), "side_channel_host": HOST}
-        extra |= {"side_channel_port": side_port, "verify": "all" if digests else "off"}
-        if run.inject is not None:
-            extra["inject"] = run.inject
-        transfer = _transfer("KvxConnector", role, extra) | {"kv_connector_module_path": "kvx.vllm.bridge"}
-        engine = _engine(run, role, port)
-        engines.append(replace(engine, cores=cores, kv_transfer=transfer, environment=shared))
-    return Pair(engines[0], engines[1], ports[2], ports[3])
+    return replace(_engine(run, role, port), kv_transfer=transfer, environment=environment)
 
 
 def stock_pair(run: RunSettings, *, environment: dict[str, str] | None = None) -> Pair:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kvx.verify.client import Answer
@@ -13,6 +14,10 @@ from kvx.verify.questions import Problem, is_correct
 PROMPT_TOKENS = "vllm:prompt_tokens_total"
 LOCAL_HITS = "vllm:prompt_tokens_by_source_total{source=local_cache_hit}"
 EXTERNAL_HITS = "vllm:prompt_tokens_by_source_total{source=external_kv_transfer}"
+OFFLOAD_COUNTS = (
+    "stores", "reloads", "evictions", "hits", "refused", "failed", "pinned", "external_tokens", "stored_bytes",
+    "loaded_bytes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,32 @@ class Condition:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that a run brought home: answers by question, each engine's status, and decode's own counters."""
+    """All that a run brought home: answers by question, each engine's status, and decode's own counters.
+
+    `rounds`: the candidate was asked everything so many times.
+    """
 
     problems: Sequence[Problem]
     baseline: Sequence[Answer]
-    candidate: Sequence[Answer]
+    rounds: Sequence[Sequence[Answer]]
     engines: Mapping[str, Mapping[str, Any]]  # role -> status from the side channel
     decode_counters: Mapping[str, float]
     judge_answers: bool = True
+    offloads: bool = False
+    hands_off: bool = True
+
+    @cached_property
+    def candidate(self) -> Sequence[Answer]:
+        """For each question the first answer that differs from the baseline's, else the last one."""
+        return [
+            next((a for a in answers if first_difference(0, ours, a) is not None), answers[-1])
+            for ours, *answers in zip(self.baseline, *self.rounds, strict=True)
+        ]
+
+    @property
+    def all_answers(self) -> Sequence[Answer]:
+        """The candidate's, of all rounds."""
+        return [answer for answers in self.rounds for answer in answers]
 
 
 def first_difference(index: int, baseline: Answer, candidate: Answer) -> Difference | None:
@@ -84,6 +107,7 @@ def build(findings: Findings) -> dict[str, Any]:
         },
         "transfer": _transfer(findings),
         "external_hits": _external_hits(findings),
+        "offload": _offload(findings),
         "digests": _digests(findings.engines),
         "engines": {role: dict(status) for role, status in findings.engines.items()},
         "differences": [difference.__dict__ for difference in differences],
@@ -103,7 +127,7 @@ def _transfer(findings: Findings) -> dict[str, Any]:
     """Sums over both engines; a fallback is a request that was answered without all its blocks being handed off."""
     parts = [status.get("transfer", {}) for status in findings.engines.values()]
     total = {key: sum(part.get(key, 0) for part in parts) for key in ("bytes", "blocks", "count", "failed")}
-    answered = sum(not answer.error for answer in findings.candidate)
+    answered = sum(not answer.error for answer in findings.all_answers)
     by_connector: Counter[str] = Counter()
     for part in parts:
         by_connector.update(part.get("by_connector", {}))
@@ -112,18 +136,28 @@ def _transfer(findings: Findings) -> dict[str, Any]:
 
 
 def _external_hits(findings: Findings) -> dict[str, Any]:
-    """Expected: every prompt token that decode had not cached itself. Observed: vLLM's count of tokens loaded."""
-    asked = sum(len(answer.prompt_tokens) for answer in findings.candidate)
+    """Observed: vLLM's count of tokens loaded. Expected: after hand-offs every prompt token that decode had not cached
+    itself; from host memory as many as kvx says it has loaded.
+    """
+    asked = sum(len(answer.prompt_tokens) for answer in findings.all_answers)
+    local = int(findings.decode_counters.get(LOCAL_HITS, 0))
     return {
-        "expected": asked - int(findings.decode_counters.get(LOCAL_HITS, 0)),
+        "expected": asked - local if findings.hands_off else _offload(findings)["external_tokens"],
         "observed": int(findings.decode_counters.get(EXTERNAL_HITS, 0)),
-        "local": int(findings.decode_counters.get(LOCAL_HITS, 0)),
+        "local": local,
         "prompt_tokens": asked,
     }
 
 
+def _offload(findings: Findings) -> dict[str, int]:
+    """Sums over all engines; blocks, but for bytes and tokens."""
+    parts = [status.get("offload", {}) for status in findings.engines.values()]
+    return {key: sum(part.get(key, 0) for part in parts) for key in OFFLOAD_COUNTS}
+
+
 def _digests(engines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     parts = [status.get("digests", {}) for status in engines.values()]
+    parts += [status.get("offload", {}).get("digests", {}) for status in engines.values()]
     return {
         "checked": sum(part.get("checked", 0) for part in parts),
         "expected": sum(part.get("expected", 0) for part in parts),
@@ -141,8 +175,11 @@ def _conditions(report: Mapping[str, Any], findings: Findings) -> Iterator[Condi
         answered = sum(not answer.error for answer in findings.candidate)
         yield Condition("questions answered", answered == questions > 0, f"{answered} of {questions}")
     transfer, hits, digests = report["transfer"], report["external_hits"], report["digests"]
-    yield Condition("blocks were moved", transfer["bytes"] > 0 < transfer["blocks"], f"{transfer['bytes']} bytes")
-    yield Condition("no fallbacks", transfer["fallbacks"] == 0, f"{transfer['fallbacks']}")
+    if findings.hands_off:
+        yield Condition("blocks were moved", transfer["bytes"] > 0 < transfer["blocks"], f"{transfer['bytes']} bytes")
+        yield Condition("no fallbacks", transfer["fallbacks"] == 0, f"{transfer['fallbacks']}")
+    if findings.offloads:
+        yield from _offload_conditions(report["offload"])
     hits_agree = hits["expected"] == hits["observed"] > 0
     yield Condition(
         "external hits as expected", hits_agree, f"{hits['observed']} observed, {hits['expected']} expected"
@@ -158,6 +195,18 @@ def _conditions(report: Mapping[str, Any], findings: Findings) -> Iterator[Condi
         yield Condition(f"{role}: no hold expired", expired == 0, f"{expired}")
         held = status.get("handoff", {}).get("holds", -1)
         yield Condition(f"{role}: nothing held at the end", held == 0, f"{held}")
+
+
+def _offload_conditions(offload: Mapping[str, int]) -> Iterator[Condition]:
+    """The run was made so that blocks must leave, come back, and give room to others."""
+    for key, name in (
+        ("stores", "blocks left for host memory"),
+        ("reloads", "blocks came back from host memory"),
+        ("evictions", "host blocks were given to others"),
+    ):
+        yield Condition(name, offload[key] > 0, f"{offload[key]}")
+    yield Condition("no load or store failed", offload["failed"] == 0, f"{offload['failed']}")
+    yield Condition("nothing pinned at the end", offload["pinned"] == 0, f"{offload['pinned']}")
 
 
 def _cache_conditions(role: str, cache: Mapping[str, Any]) -> Iterator[Condition]:

@@ -6,9 +6,10 @@ The baseline and the pair run one after the other, so that the run needs the mem
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import kvx
 from kvx.errors import HandshakeError
 from kvx.handshake import request_status
 from kvx.servers import Server, Servers
-from kvx.verify import engines, report
+from kvx.verify import engines, offload, report
 from kvx.verify.client import Answer, Ask, Client
 from kvx.verify.questions import STOP, Problem, prompt
 
@@ -53,15 +54,21 @@ def verify(settings: VerifySettings, progress: Progress) -> dict[str, Any]:
     with Servers(settings.logs) as servers:
         servers.watch_memory()
         baseline = _ask_baseline(settings, servers, asks, progress)
-        candidate, statuses, counters = _ask_pair(settings, servers, asks, progress)
+        if settings.run.offloading:
+            run = offload.fitted(settings.run, baseline, settings.max_tokens)
+            settings = replace(settings, run=run)
+        rounds, statuses, counters = _ask_candidate(settings, servers, asks, progress)
         findings = report.Findings(
             problems=settings.problems,
             baseline=baseline,
-            candidate=candidate,
+            rounds=rounds,
             engines=statuses,
             decode_counters=counters,
             judge_answers=settings.judge_answers,
+            offloads=bool(settings.run.offloading),
+            hands_off=settings.run.hands_off,
         )
+        candidate = findings.candidate
         peak_bytes = servers.peak_memory_bytes
     return {
         "kvx": kvx.__version__,
@@ -78,6 +85,8 @@ def verify(settings: VerifySettings, progress: Progress) -> dict[str, Any]:
 
 def _ask(settings: VerifySettings, index: int) -> Ask:
     text = prompt(settings.problems[index], settings.shots)
+    if settings.run.offloading:  # prompts with a common beginning would share most blocks
+        text = f"Sheet {index + 1}.\n\n{text}"
     return Ask(request_id=f"question-{index}", prompt=text, max_tokens=settings.max_tokens, stop=STOP)
 
 
@@ -97,28 +106,55 @@ def _ask_baseline(
     return answers
 
 
-def _ask_pair(
+@dataclass(frozen=True)
+class _Candidate:
+    """The engines under test; the last one gives the answers."""
+
+    servers: tuple[Server, ...]
+    side_ports: Mapping[str, int]  # by role
+
+    def ask(self, client: Client, ask: Ask) -> Answer:
+        first, last = self.servers[0], self.servers[-1]
+        return client.ask_single(last.url, ask) if first is last else client.ask_pair(first.url, last.url, ask)
+
+    def check(self) -> None:
+        for server in self.servers:
+            server.check()
+
+
+def _start_candidate(run: engines.RunSettings, servers: Servers, progress: Progress) -> _Candidate:
+    if run.hands_off:
+        progress.stage("candidate: starting a prefill and a decode server")
+        pair = engines.kvx_pair(run, digests=True)
+        ports = {engines.PREFILL: pair.prefill_side_port, engines.DECODE: pair.decode_side_port}
+        return _Candidate(engines.start_pair(run, servers, pair, progress.waiting), ports)
+    progress.stage("candidate: starting one server")
+    engine, port = engines.kvx_single(run, digests=True)
+    server = servers.start(engine)
+    servers.wait_healthy(waiting=progress.waiting)
+    return _Candidate((server,), {engines.SINGLE: port})
+
+
+def _ask_candidate(
     settings: VerifySettings, servers: Servers, asks: Sequence[Ask], progress: Progress
-) -> tuple[Sequence[Answer], dict[str, dict[str, Any]], dict[str, float]]:
-    progress.stage("candidate: starting a prefill and a decode server")
-    pair = engines.kvx_pair(settings.run, digests=True)
-    prefill, decode = engines.start_pair(settings.run, servers, pair, progress.waiting)
-    progress.stage("candidate: asking")
-
-    def check() -> None:
-        prefill.check()
-        decode.check()
-
+) -> tuple[Sequence[Sequence[Answer]], dict[str, dict[str, Any]], dict[str, float]]:
+    """Answers of each round, statuses by role, and the counters of the engine that answers."""
+    candidate = _start_candidate(settings.run, servers, progress)
     client = Client()
     try:
-        ask_one = lambda ask: client.ask_pair(prefill.url, decode.url, ask)  # noqa: E731
-        answers = _ask_all(settings, asks, ask_one, check, progress)
-        statuses = _settled_statuses(pair)
-        counters = client.counters(decode.url)
+        progress.stage("candidate: asking")
+        ask_one = partial(candidate.ask, client)
+        rounds = [_ask_all(settings, asks, ask_one, candidate.check, progress)]
+        if settings.run.offloading:
+            progress.stage("candidate: asking again, backwards")
+            again = [replace(ask, request_id=f"{ask.request_id}-again") for ask in reversed(asks)]
+            rounds.append(_ask_all(settings, again, ask_one, candidate.check, progress)[::-1])
+        statuses = _settled_statuses(candidate.side_ports)
+        counters = client.counters(candidate.servers[-1].url)
     finally:
         client.close()
     servers.stop_all()
-    return answers, statuses, counters
+    return rounds, statuses, counters
 
 
 def _ask_all(
@@ -143,10 +179,9 @@ def _ask_all(
     return answers
 
 
-def _settled_statuses(pair: engines.Pair) -> dict[str, dict[str, Any]]:
-    """Each engine's status once nothing is held any more, or as it is after SETTLE_S seconds."""
+def _settled_statuses(ports: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """Each engine's status once nothing is held or pinned any more, or as it is after SETTLE_S seconds."""
     deadline_s = time.monotonic() + SETTLE_S
-    ports = {engines.PREFILL: pair.prefill_side_port, engines.DECODE: pair.decode_side_port}
     while True:
         try:
             found = {role: request_status(engines.HOST, port) for role, port in ports.items()}
@@ -154,7 +189,8 @@ def _settled_statuses(pair: engines.Pair) -> dict[str, dict[str, Any]]:
             if time.monotonic() > deadline_s:
                 return {}
             continue
-        if not any(status["handoff"]["holds"] for status in found.values()) or time.monotonic() > deadline_s:
+        busy = [s["handoff"]["holds"] or s.get("offload", {}).get("pinned", 0) for s in found.values()]
+        if not any(busy) or time.monotonic() > deadline_s:
             return found
         time.sleep(0.1)
 

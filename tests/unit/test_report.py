@@ -40,7 +40,7 @@ def findings():
     return Findings(
         problems=[Problem("q", "a", "5"), Problem("r", "b", "6")],
         baseline=[ANSWER, ANSWER],
-        candidate=[ANSWER, ANSWER],
+        rounds=[[ANSWER, ANSWER]],
         engines={"prefill": engine(), "decode": engine(bytes=800, blocks=2, count=2)},
         decode_counters={LOCAL_HITS: 2.0, EXTERNAL_HITS: 4.0},
     )
@@ -126,7 +126,7 @@ def test_mismatches_name_request_layer_group_and_position(findings):
 
 
 def test_no_questions_is_no_success(findings):
-    empty = dataclasses.replace(findings, problems=[], baseline=[], candidate=[])
+    empty = dataclasses.replace(findings, problems=[], baseline=[], rounds=[[]])
     assert "answers identical" in failing(build(empty))
 
 
@@ -145,7 +145,7 @@ def test_differences_are_found_and_placed(findings, change, what, position):
     found = first_difference(0, ANSWER, dataclasses.replace(ANSWER, **change))
     assert found is not None
     assert (found.what, found.position) == (what, position)
-    other = dataclasses.replace(findings, candidate=[dataclasses.replace(ANSWER, **change), ANSWER])
+    other = dataclasses.replace(findings, rounds=[[dataclasses.replace(ANSWER, **change), ANSWER]])
     report = build(other)
     assert report["identical"] == 1
     assert "answers identical" in failing(report)
@@ -158,9 +158,9 @@ def test_two_empty_answers_are_not_called_identical():
 
 def test_answers_may_be_left_out_of_the_judgement(findings):
     other = dataclasses.replace(ANSWER, tokens=(7, 9))
-    assert build(dataclasses.replace(findings, candidate=[other, ANSWER], judge_answers=False))["passed"]
+    assert build(dataclasses.replace(findings, rounds=[[other, ANSWER]], judge_answers=False))["passed"]
     refused = Answer(error="refused")
-    report = build(dataclasses.replace(findings, candidate=[refused, ANSWER], judge_answers=False))
+    report = build(dataclasses.replace(findings, rounds=[[refused, ANSWER]], judge_answers=False))
     assert "questions answered" in failing(report)
 
 
@@ -168,3 +168,67 @@ def test_building_a_report_changes_nothing(findings):
     before = copy.deepcopy(findings)
     build(findings)
     assert findings == before
+
+
+@pytest.fixture
+def offloaded(findings):
+    """One engine that offloads, asked twice."""
+    digests = {"checked": 2, "expected": 2, "mismatched": 0, "mismatches": []}
+    counts = {"stores": 9, "reloads": 2, "evictions": 3, "hits": 2, "failed": 0, "pinned": 0, "external_tokens": 4}
+    status = {**engine(), "offload": {**counts, "digests": digests}}
+    return dataclasses.replace(
+        findings, rounds=[[ANSWER, ANSWER]] * 2, engines={"single": status}, offloads=True, hands_off=False
+    )
+
+
+def test_an_engine_that_offloads_needs_no_hand_off(offloaded):
+    report = build(offloaded)
+    assert failing(report) == []
+    assert report["identical"] == report["questions"] == 2
+    assert (report["offload"]["evictions"], report["offload"]["reloads"]) == (3, 2)
+    assert report["external_hits"] == {"expected": 4, "observed": 4, "local": 2, "prompt_tokens": 12}
+    assert report["digests"]["checked"] == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "name"),
+    [
+        ("stores", 0, "blocks left"),
+        ("reloads", 0, "blocks came back"),
+        ("evictions", 0, "host blocks were given"),
+        ("failed", 1, "no load or store failed"),
+        ("pinned", 1, "nothing pinned"),
+        ("external_tokens", 5, "external hits"),
+    ],
+)
+def test_each_condition_of_offload_fails_the_run(offloaded, key, value, name):
+    offloaded.engines["single"]["offload"][key] = value
+    (found,) = failing(build(offloaded))
+    assert name in found
+
+
+def test_what_was_loaded_and_differs_fails_the_run(offloaded):
+    where = {"request": "question-1-again", "layer_group": "0", "position": 3}
+    offloaded.engines["single"]["offload"]["digests"] |= {"mismatched": 1, "mismatches": [where]}
+    assert failing(build(offloaded)) == ["digests agree"]
+
+
+@pytest.mark.parametrize("bad_round", [0, 1])
+def test_a_question_is_identical_when_it_was_in_every_round(offloaded, bad_round):
+    other = dataclasses.replace(ANSWER, tokens=(7, 9))
+    rounds = [[ANSWER, ANSWER], [ANSWER, ANSWER]]
+    rounds[bad_round] = [ANSWER, other]
+    report = build(dataclasses.replace(offloaded, rounds=rounds))
+    assert report["identical"] == 1
+    assert report["differences"][0]["index"] == 1
+
+
+def test_both_rounds_of_a_pair_must_be_handed_off(findings):
+    findings.engines["decode"]["transfer"]["count"] = 3
+    findings.engines["decode"]["offload"] = {"stores": 1, "reloads": 1, "evictions": 1}
+    both = dataclasses.replace(
+        findings, rounds=[[ANSWER, ANSWER]] * 2, offloads=True, decode_counters={LOCAL_HITS: 2.0, EXTERNAL_HITS: 10.0}
+    )
+    assert failing(build(both)) == ["no fallbacks"]
+    findings.engines["decode"]["transfer"]["count"] = 4
+    assert failing(build(both)) == []

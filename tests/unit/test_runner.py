@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from kvx.errors import EngineError, HandshakeError
-from kvx.verify import engines, runner
+from kvx.verify import engines, offload, runner
 from kvx.verify.client import Answer
 from kvx.verify.questions import own_problems, own_shots
 
@@ -220,3 +220,65 @@ def test_given_ports_are_used_in_order(settings, monkeypatch):
     assert [pair.prefill.port, pair.decode.port, pair.prefill_side_port, pair.decode_side_port] == [*range(7000, 7004)]
     with pytest.raises(EngineError, match="below 65536"):
         engines.require_ports(dataclasses.replace(settings.run, first_port=65534))
+
+
+def test_one_engine_that_offloads_is_asked_twice_backwards_the_second_time(world, settings, monkeypatch):
+    asked = []
+
+    def ask(self, url, ask):
+        asked.append((url, ask.request_id, ask.prompt))
+        return dataclasses.replace(GOOD, prompt_tokens=tuple(range(len(asked), len(asked) + 700)))
+
+    monkeypatch.setattr(FakeClient, "ask_single", ask)
+    run = dataclasses.replace(settings.run, connectors=("cpu_offload",), offloading=("cpu_offload",), offload_bytes=99)
+    report = runner.verify(dataclasses.replace(settings, run=run, concurrency=1), Quiet())
+    assert world.together == [["baseline"], ["single"]]
+    assert [name for url, name, _ in asked if url == "single"] == [
+        "question-0", "question-1", "question-2", "question-2-again", "question-1-again", "question-0-again",
+    ]  # fmt: skip
+    beginnings = {text[:12] for _, _, text in asked}
+    assert len(beginnings) == 3, "no two prompts begin alike"
+    assert report["settings"]["offload_bytes"] == 99
+    assert report["settings"]["max_model_len_tokens"] == 896
+    assert report["settings"]["small_blocks"] == 9
+
+
+def test_a_pair_that_offloads_has_a_small_cache_on_the_prefill_side_only(settings):
+    run = dataclasses.replace(
+        settings.run, connectors=("nixl", "cpu_offload"), offloading=("cpu_offload",), small_blocks=8, offload_bytes=5
+    )
+    assert run.hands_off
+    pair = engines.kvx_pair(run, digests=True)
+    assert (pair.prefill.explicit_blocks, pair.decode.explicit_blocks) == (8, None)
+    for engine in pair.engines:
+        extra = engine.kv_transfer["kv_connector_extra_config"]
+        assert (extra["offload_bytes"], extra["offload_eviction"]) == (5, "lru")
+    alone, port = engines.kvx_single(dataclasses.replace(run, connectors=("cpu_offload",)), digests=True)
+    assert alone.explicit_blocks == 8
+    assert alone.kv_transfer["kv_connector_extra_config"]["side_channel_port"] == port
+    assert (
+        "offload_bytes"
+        not in engines.kvx_pair(settings.run, digests=True).prefill.kv_transfer["kv_connector_extra_config"]
+    )
+
+
+def answered(first, count):
+    return Answer(prompt_tokens=tuple(range(first, first + count)), tokens=(1,), text="t", finish_reason="stop")
+
+
+def test_sizes_make_blocks_leave_the_cache_and_host_memory(settings, tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}'
+    )
+    answers = [answered(1000 * index, 600) for index in range(4)]
+    assert offload.distinct_blocks(answers, 128) == 16
+    assert offload.distinct_blocks([answered(0, 600), answered(0, 300), answered(0, 127)], 128) == 4
+    assert offload.distinct_blocks([answered(0, 128), answered(0, 0)], 128) == 1
+    run = offload.fitted(settings.run, answers, 40)
+    assert (run.max_model_len_tokens, run.small_blocks) == (640, 7)
+    assert run.offload_bytes == 11 * (2 * 2 * 2 * 8 * 4 * 128)
+    with pytest.raises(EngineError, match="ask more questions"):
+        offload.fitted(settings.run, answers[:2], 40)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(EngineError, match="--offload-mib"):
+        offload.fitted(settings.run, answers, 40)
