@@ -14,12 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from kvx.errors import EngineError
+from kvx.verify import questions
 from kvx.verify.client import Answer
 from kvx.verify.engines import RunSettings
+from kvx.verify.questions import Problem
 
 #: vLLM keeps one block back; one more lets a request begin while another one's last block is stored.
 SPARE_BLOCKS = 2
+#: Each prompt fills so many blocks, roughly.
+PROMPT_BLOCKS = 5
+_CHARACTERS_PER_TOKEN = 4
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def prompt(problem: Problem, shots: Sequence[Problem], *, number: int, block_size_tokens: int) -> str:
+    """A prompt that begins as no other one does, and is long: the examples come as often as that takes."""
+    once = len(questions.prompt(problem, shots))
+    wanted = PROMPT_BLOCKS * block_size_tokens * _CHARACTERS_PER_TOKEN
+    times = max(1, -(-wanted // once))
+    return f"Sheet {number}.\n\n" + questions.prompt(problem, [*shots] * times)
 
 
 def fitted(run: RunSettings, answers: Sequence[Answer], max_tokens: int) -> RunSettings:

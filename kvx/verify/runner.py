@@ -84,9 +84,10 @@ def verify(settings: VerifySettings, progress: Progress) -> dict[str, Any]:
 
 
 def _ask(settings: VerifySettings, index: int) -> Ask:
-    text = prompt(settings.problems[index], settings.shots)
-    if settings.run.offloading:  # prompts with a common beginning would share most blocks
-        text = f"Sheet {index + 1}.\n\n{text}"
+    problem, shots = settings.problems[index], settings.shots
+    text = prompt(problem, shots)
+    if settings.run.offloading:
+        text = offload.prompt(problem, shots, number=index + 1, block_size_tokens=settings.run.block_size_tokens)
     return Ask(request_id=f"question-{index}", prompt=text, max_tokens=settings.max_tokens, stop=STOP)
 
 

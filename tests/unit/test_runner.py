@@ -238,6 +238,7 @@ def test_one_engine_that_offloads_is_asked_twice_backwards_the_second_time(world
     ]  # fmt: skip
     beginnings = {text[:12] for _, _, text in asked}
     assert len(beginnings) == 3, "no two prompts begin alike"
+    assert all(len(text) > 2000 for _, _, text in asked)
     assert report["settings"]["offload_bytes"] == 99
     assert report["settings"]["max_model_len_tokens"] == 896
     assert report["settings"]["small_blocks"] == 9
