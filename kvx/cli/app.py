@@ -37,6 +37,7 @@ app.add_typer(bench_app, name="bench")
 bench_app.command("extend")(memory.extend_command)
 bench_app.command("bandwidth")(memory.bandwidth_command)
 bench_app.command("transfer")(memory.transfer_command)
+bench_app.command("offload")(memory.offload_command)
 
 _out = Console()
 _progress = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""`kvx bench extend`, `bandwidth` and `transfer`: memory and connectors, without any engine."""
+"""`kvx bench extend`, `bandwidth`, `transfer` and `offload`: memory and connectors, without any engine."""
 
 from __future__ import annotations
 
@@ -103,6 +103,40 @@ def transfer_command(
         ratios = [_spread(row["ratio"][side], 1) for side in others]
         table.add_row(row["case"], *rates, *ratios, _spread(row["single_transfer_s"], 1e3))
     _out.print(table)
+
+
+def offload_command(
+    device: Device = "",
+    mib: Annotated[int, typer.Option(min=2, help="MiB of one copy.")] = 256,
+    block: Annotated[
+        list[int] | None, typer.Option(min=1, help="KiB of a block, several times; by default 32, 64, 256 and 2048.")
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Alternations that count.")] = 7,
+    json_file: JsonFile = None,
+) -> None:
+    """Shuffled blocks to host memory and back, beside memcpy on a CPU, and vLLM's swap_blocks_batch on a GPU."""
+    from kvx import bench_offload as bench  # with torch, which takes seconds to import
+
+    require_writable(json_file)
+    sizes = [size << 10 for size in block or (32, 64, 256, 2048)]
+    if uneven := [size for size in sizes if (mib << 20) % size]:
+        raise typer.BadParameter(f"{mib} MiB are no whole number of blocks of {uneven[0] >> 10} KiB")
+    found = bench.bench_offload(
+        bench.OffloadSettings(
+            device=device or _first_device(), total_bytes=mib << 20, block_sizes_bytes=sizes, pairs=pairs
+        )
+    )
+    write_json(json_file, found)
+    others = [found["beside"]] if found["beside"] else []
+    table = Table("GB/s", bench.KVX, *others, *(f"{bench.KVX} / {side}" for side in others))
+    table.title = f"kvx bench offload: {mib} MiB, {found['device']}"
+    for row in found["rows"]:
+        rates = [_spread(row["bytes_per_s"][side], 1e-9) for side in (bench.KVX, *others)]
+        ratios = [_spread(row["ratio"][side], 1) for side in others]
+        table.add_row(f"{row['block_bytes'] >> 10} KiB {row['direction']}", *rates, *ratios)
+    _out.print(table)
+    if not others:
+        _out.print(f"no {bench.SWAP} beside it: the vLLM that is installed here has none for this device")
 
 
 def _first_device() -> str:

@@ -1,0 +1,122 @@
+"""One real server whose cache is too small for what it is asked: blocks leave for host memory and come back."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvx.handshake import request_status
+from kvx.servers import Server, Servers
+from kvx.verify import engines
+from kvx.verify.client import Answer, Ask, Client
+from kvx.verify.offload import block_bytes
+from kvx.verify.report import EXTERNAL_HITS
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+BLOCK_TOKENS = 128
+CACHE_BLOCKS = 9
+HOST_BLOCKS = 14
+PROMPT_TOKENS = 5 * BLOCK_TOKENS + 40
+
+
+@dataclass(frozen=True)
+class Engine:
+    server: Server
+    side_port: int
+    client: Client
+
+    def ask(self, name: str, seed: int, max_tokens: int = 4) -> Answer:
+        prompt = random.Random(seed).choices(range(1000, 20000), k=PROMPT_TOKENS)
+        found = self.client.ask_single(self.server.url, Ask(name, prompt, max_tokens, ignore_eos=True))
+        assert not found.error, found.error
+        return found
+
+    def offload(self) -> dict[str, Any]:
+        """The status when nothing is pinned any more."""
+        until = time.monotonic() + 10
+        while (found := request_status(engines.HOST, self.side_port)["offload"])["pinned"] or found["in_flight"]:
+            assert time.monotonic() < until, found
+            time.sleep(0.05)
+        return dict(found)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    run = engines.RunSettings(
+        model=model,
+        connectors=("cpu_offload",),
+        offloading=("cpu_offload",),
+        max_model_len_tokens=7 * BLOCK_TOKENS,
+        small_blocks=CACHE_BLOCKS,
+    )
+    run = replace(run, offload_bytes=HOST_BLOCKS * block_bytes(run))
+    settings, port = engines.kvx_single(run, digests=True)
+    with Servers(tmp_path_factory.mktemp("offload")) as servers:
+        server = servers.start(settings)
+        servers.wait_healthy()
+        client = Client()
+        try:
+            yield Engine(server, port, client)
+        finally:
+            client.close()
+
+
+def grown(engine: Engine, act: Callable[[], object]) -> dict[str, int]:
+    """How much each counter grew; and nothing has failed or differed."""
+    before = engine.offload()
+    act()
+    after = engine.offload()
+    assert after["failed"] == after["digests"]["mismatched"] == 0
+    return {key: after[key] - before[key] for key in before if isinstance(before[key], int)}
+
+
+def test_blocks_leave_come_back_and_are_evicted(engine: Engine) -> None:
+    first: list[Answer] = []
+    counts = grown(engine, lambda: first.extend(engine.ask(f"first-{seed}", seed) for seed in range(3)))
+    assert (counts["stores"], counts["reloads"]) == (15, 0)
+    assert counts["evictions"] == 15 - HOST_BLOCKS
+    before = engine.client.counters(engine.server.url).get(EXTERNAL_HITS, 0.0)
+    again: list[Answer] = []
+    # The last one but one: the cache has only the last, and host memory has both.
+    counts = grown(engine, lambda: again.append(engine.ask("again-1", 1)))
+    assert again[0].tokens == first[1].tokens
+    assert counts["reloads"] > 0
+    assert counts["loaded_tokens"] == counts["external_tokens"] == counts["reloads"] * BLOCK_TOKENS
+    after = engine.client.counters(engine.server.url)[EXTERNAL_HITS]
+    assert after - before == counts["external_tokens"]
+
+
+def test_requests_that_preempt_each_other_answer_as_one_alone(engine: Engine) -> None:
+    """Three requests of 6 or 7 blocks do not fit into 8: they wait for each other, or lose their blocks on the way."""
+    alone = [engine.ask(f"alone-{seed}", seed, 60).tokens for seed in range(10, 13)]
+    found: list[tuple[int, ...]] = []
+
+    def together() -> None:
+        with ThreadPoolExecutor(3) as pool:
+            found.extend(pool.map(lambda seed: engine.ask(f"together-{seed}", seed, 60).tokens, range(10, 13)))
+
+    counts = grown(engine, together)
+    assert found == alone
+    assert counts["hits"] == counts["reloads"]
+
+
+def test_an_abort_leaves_nothing_pinned(engine: Engine) -> None:
+    """A client that hangs up while its request loads, computes or stores."""
+    impatient = Client(deadline_s=0.3)
+    try:
+        for seed in (1, 2, 11, 20):
+            prompt = random.Random(seed).choices(range(1000, 20000), k=PROMPT_TOKENS)
+            answer = impatient.ask_single(engine.server.url, Ask(f"abort-{seed}", prompt, 60, ignore_eos=True))
+            assert answer.error, "it was to be too slow"
+    finally:
+        impatient.close()
+    engine.ask("after", 30)
+    assert engine.offload()["failed"] == 0
