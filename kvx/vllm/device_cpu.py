@@ -50,8 +50,10 @@ class CpuSide(DeviceSide):
         """The explicit size, or this rank's share of what was free less its weights. vLLM's profile is not asked."""
         if self._worker._should_warm_up_model():
             self._worker.model_runner.warming_up_model()
-        weights = 0 if self._is_explicit else max(0, resident_bytes() - self._resident_at_start_bytes)
-        return self._budget().nbytes - weights
+        if self._is_explicit:
+            return self._budget().nbytes
+        weights = max(0, resident_bytes() - self._resident_at_start_bytes)
+        return self._budget().nbytes - weights - settings.offload_bytes_of(self._config)
 
     def blocks_for_warmup(self, kv_cache_config: Any) -> int:
         """The largest batch's, at most a quarter of the capacity, so that there is room to grow.
@@ -74,6 +76,9 @@ class CpuSide(DeviceSide):
             # The blocks committed for warm-up are resident as well; they count back into what the cache may take.
             weights = max(0, before - self._resident_at_start_bytes - cache.committed_bytes)
             used = {"weights and runtime": weights, **used}
+            # Host memory to offload to is this engine's as well, and taken after this.
+            if offload_bytes := settings.offload_bytes_of(self._config):
+                used["host memory to offload to"] = offload_bytes
         if fixed_blocks is not None:
             return Measurement(
                 said(sizing.fixed_count(budget, used, cache.table, request, num_blocks=fixed_blocks)), True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from .. import registry
 from ..errors import ConnectorError
 from ..handoff import HandoffSettings
 from .activation import bridge_configured, settings_of
@@ -34,6 +35,15 @@ def from_vllm(vllm_config: Any) -> HandoffSettings:
 def connectors_of(vllm_config: Any) -> tuple[str, ...]:
     """The configured connectors; none where the bridge is not configured. Errors as in `from_vllm`."""
     return from_vllm(vllm_config).connectors if bridge_configured(vllm_config) else ()
+
+
+def offload_bytes_of(vllm_config: Any) -> int:
+    """Host memory that each rank gives to connectors that offload; 0 where there are none. Errors as in `from_vllm`."""
+    if not bridge_configured(vllm_config):
+        return 0
+    found = from_vllm(vllm_config)
+    classes = registry.connector_classes(found.connectors)
+    return 0 if all(one.capabilities.reaches_processes for one in classes) else found.offload_bytes
 
 
 def rank_of(vllm_config: Any) -> int:
