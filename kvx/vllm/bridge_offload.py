@@ -82,6 +82,20 @@ def tokens_per_block(kv_cache_config: Any) -> int:
     return math.lcm(*(group.kv_cache_spec.block_size for group in kv_cache_config.transfer_groups))
 
 
+def counters_of(pool: HostPool, external_tokens: int) -> dict[str, int]:
+    """For the status. `used`: host blocks that hold something. `pinned`: loads and stores that have not ended.
+
+    `external_tokens`: loaded ones, as vLLM counts them.
+    """
+    return {
+        **pool.counters.as_status(),
+        "external_tokens": external_tokens,
+        "blocks": pool.num_blocks,
+        "used": pool.num_used,
+        "pinned": pool.num_in_use,
+    }
+
+
 @dataclass(eq=False)
 class _Request:
     """A request that vLLM has given blocks. `considered`: its first so many host blocks need no more thought."""
@@ -293,12 +307,4 @@ class OffloadScheduler:
         return tuple(found)
 
     def _counters(self) -> dict[str, int]:
-        """For the status. `used`: host blocks that hold something. `pinned`: loads and stores that have not ended."""
-        pool = self._pool
-        return {
-            **pool.counters.as_status(),
-            "external_tokens": self._external_tokens,
-            "blocks": pool.num_blocks,
-            "used": pool.num_used,
-            "pinned": pool.num_in_use,
-        }
+        return counters_of(self._pool, self._external_tokens)

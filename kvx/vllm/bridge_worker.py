@@ -16,6 +16,7 @@ from ..connector import Connector
 from ..errors import CacheStateError, ConnectorError, KVXError
 from ..handoff import CacheFollower, EngineInfo, HandoffWorker, Pull
 from ..layout import KVCacheLayout, require_block_compact
+from ..offload import HostPool
 from ..offload_worker import OffloadConnector, OffloadEvents, OffloadWorker
 from . import allocation, bridge_offload, settings
 from .bridge_offload import OffloadWork, RankReport
@@ -52,7 +53,7 @@ class BridgeWorker:
         self._handoff: HandoffWorker | None = None
         self._follower: CacheFollower | None = None
         self._offload: OffloadWorker | None = None
-        self._offload_counters: Mapping[str, int] = {}
+        self._offload_counters: Mapping[str, int] = bridge_offload.counters_of(HostPool(), 0)
         self._offload_events = OffloadEvents()
         self._received_tokens = 0
         self._tokens_asked: dict[str, int] = {}
