@@ -29,6 +29,9 @@ from kvx.spec import Segment
 
 logger = logging.getLogger(__name__)
 
+# No peer can keep a copy waiting, only other copies: an end by time is for a device that hangs.
+DEADLINE_S = 120.0
+
 
 class OffloadConnector(Connector):
     """A connector whose peer is memory that it takes itself, up to `host_bytes` (set before it is opened)."""
@@ -115,7 +118,7 @@ class OffloadWorker:
         tokens_per_block: int,
         verifies: bool = False,
         injected: str | None = None,
-        deadline_s: float = 10.0,
+        deadline_s: float = DEADLINE_S,
     ) -> None:
         self.metrics = OffloadMetrics()
         self._connector = connector

@@ -181,7 +181,6 @@ class BridgeWorker:
             verifies=self._settings.verify == "all",
             # With others beside it, the fault is for the hand-off.
             injected=self._settings.inject if alone else None,
-            deadline_s=self._settings.transfer_deadline_s,
         )
         return True
 

@@ -46,6 +46,11 @@ def offload_bytes_of(vllm_config: Any) -> int:
     return 0 if all(one.capabilities.reaches_processes for one in classes) else found.offload_bytes
 
 
+def _reaches_engines(connectors: tuple[str, ...]) -> bool:
+    """Whether other engines must find our side channel; otherwise each rank may listen anywhere, for its status."""
+    return any(one.capabilities.reaches_processes for one in registry.connector_classes(connectors))
+
+
 def rank_of(vllm_config: Any) -> int:
     """This worker's rank in its engine, over all pipeline stages and tensor parallel slices."""
     rank: int = vllm_config.parallel_config.rank
@@ -58,10 +63,11 @@ def engine_port(vllm_config: Any) -> int:
     Raises:
         ConnectorError: several ranks or engines, but no port that the others could be counted from.
     """
-    port = from_vllm(vllm_config).side_channel_port
+    found = from_vllm(vllm_config)
+    port = found.side_channel_port
     parallel = vllm_config.parallel_config
     listeners = parallel.world_size * parallel.data_parallel_size
-    if port == 0 and listeners > 1:
+    if port == 0 and listeners > 1 and _reaches_engines(found.connectors):
         raise ConnectorError(f"side_channel_port is 0 with {listeners} ranks; give the first of as many ports")
     if port + listeners > 65536:
         raise ConnectorError(f"side_channel_port {port} leaves no room for {listeners} ranks below 65536")

@@ -65,3 +65,14 @@ def test_what_is_not_configured_takes_nothing() -> None:
     assert settings.offload_bytes_of(config({"connectors": ["nixl"], "offload_bytes": 5})) == 0
     assert settings.offload_bytes_of(config({"connectors": ["cpu_offload"], "offload_bytes": 5})) == 5
     assert settings.offload_bytes_of(SimpleNamespace(kv_transfer_config=None)) == 0
+
+
+def test_ranks_that_only_offload_need_no_port_that_others_can_count_from() -> None:
+    for connectors in (["nixl"], ["cpu_offload"], ["nixl", "cpu_offload"]):
+        several = config({"connectors": connectors})
+        several.parallel_config = SimpleNamespace(world_size=2, data_parallel_size=1, data_parallel_index=0)
+        if connectors == ["cpu_offload"]:
+            assert settings.engine_port(several) == 0
+        else:
+            with pytest.raises(ConnectorError, match="side_channel_port is 0 with 2 ranks"):
+                settings.engine_port(several)
