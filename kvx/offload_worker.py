@@ -209,7 +209,7 @@ class OffloadWorker:
         """A copy that cannot begin has ended badly: that is reported as any other end."""
         active = _Active(op, copy)
         try:
-            if self._connector.state is not ConnectorState.OPEN or copy.generation != self._connector.generation:
+            if not self._is_current(copy):
                 raise ConnectorStateError(
                     f"the host memory is of generation {self._connector.generation} and "
                     f"{self._connector.state.value}, generation {copy.generation} is asked for"
@@ -222,6 +222,10 @@ class OffloadWorker:
             self._refused.append((active, str(error)))
             return
         self._active[transfer] = active
+
+    def _is_current(self, copy: BlockCopy) -> bool:
+        """The cache has its memory, and its host blocks are those that are meant. Otherwise neither may be touched."""
+        return self._connector.state is ConnectorState.OPEN and copy.generation == self._connector.generation
 
     def _runs(self, blocks: tuple[tuple[int, ...], ...], host_blocks: tuple[int, ...], *, to_host: bool) -> Runs:
         width = sum(self._per_host_block)
@@ -241,14 +245,14 @@ class OffloadWorker:
         if cause:
             return
         self.metrics.stored_bytes += len(copy.host_blocks) * self.host_block_bytes
-        if self._verifies:
+        if self._verifies and self._is_current(copy):
             for host_block, blocks in zip(copy.host_blocks, copy.blocks, strict=True):
                 self._digests[host_block] = self._digest(blocks)
 
     def _note_loaded(self, copy: BlockCopy) -> None:
         self.metrics.loaded_bytes += len(copy.host_blocks) * self.host_block_bytes
         self.metrics.loaded_tokens += len(copy.host_blocks) * self._tokens_per_block
-        if not self._verifies:
+        if not self._verifies or not self._is_current(copy):
             return
         if self._injector.take(Fault.FLIP_BYTE):
             inject.flip_byte(self._views, self._groups[0], copy.blocks[0][0], 0)

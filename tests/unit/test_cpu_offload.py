@@ -139,6 +139,20 @@ def test_blocks_of_an_older_memory_are_refused(world: World) -> None:
     assert world.store("s", [0], [1]).stored == {"s"}
 
 
+def test_a_store_that_ended_with_the_cache_is_not_digested_any_more(verifying: World) -> None:
+    """The cache's addresses have no memory: reading them would end the process."""
+    verifying.worker.store(verifying.copy("s", [0], [1]))
+    (transfer,) = verifying.connector._pending
+    until = time.monotonic() + DEADLINE_S
+    while not cpu_offload._job_of(transfer).is_over():
+        assert time.monotonic() < until
+    verifying.cache.sleep()
+    assert verifying.events().stored == {"s"}
+    verifying.worker.load(verifying.copy("r", [0], [1]))
+    assert "closed" in verifying.events().unloaded["r"]
+    verifying.cache.wake()
+
+
 def test_a_block_list_of_another_shape_is_refused(world: World) -> None:
     world.worker.load(BlockCopy("r", world.worker.generation, (0,), ((1, 2),)))
     assert "each host block holds 1 cache blocks" in world.events().unloaded["r"]
