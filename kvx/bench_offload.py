@@ -32,6 +32,7 @@ KVX, MEMCPY, SWAP = "kvx", "memcpy", "swap_blocks_batch"
 TO_HOST, TO_CACHE = "to host", "to cache"
 _DEADLINE_S = 60.0
 _LEAST_ROUND_S = 0.1
+_POLL_S = 100e-6  # the copying thread needs the interpreter too, once for each block on the host
 
 Acts = dict[str, Callable[[], None]]
 
@@ -124,7 +125,7 @@ class _Bench:
         runs = block_runs(self._segments, self._blocks, self._hosts, to_host=op is Op.WRITE)
         transfer = self._connector.submit(op, self._peer, runs, deadline_s=_DEADLINE_S)
         while transfer.state is TransferState.PENDING:
-            time.sleep(20e-6)  # the copying thread needs the interpreter too
+            time.sleep(_POLL_S)
             self._connector.poll()
         if transfer.state is not TransferState.DONE:
             raise TransferError(f"a {op.value} of {transfer.nbytes} bytes failed: {transfer.cause}")

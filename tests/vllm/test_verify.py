@@ -90,6 +90,26 @@ def test_a_fault_on_purpose_is_found_and_named(model: Path, tmp_path: Path, faul
     assert found[0]["request"] in text
 
 
+@pytest.mark.matrix
+@pytest.mark.timeout(DEADLINE_S + 60)
+@pytest.mark.parametrize("connector", ["cpu_offload", "nixl,cpu_offload"])
+def test_blocks_that_leave_and_return_change_no_answer(model: Path, tmp_path: Path, connector: str) -> None:
+    code, report, text = run_verify(tmp_path, "--connector", connector, "--limit", "4")
+    assert code == 0, text[-3000:]
+    assert report["identical"] == report["questions"] == 4
+    assert report["offload"]["evictions"] > 0 < report["offload"]["reloads"]
+    assert report["external_hits"]["expected"] == report["external_hits"]["observed"] > 0
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(DEADLINE_S + 60)
+@pytest.mark.parametrize("fault", ["flip-byte", "swap-blocks", "stale"])
+def test_a_fault_in_what_was_loaded_is_found_and_named(model: Path, tmp_path: Path, fault: str) -> None:
+    code, report, text = run_verify(tmp_path, "--connector", "cpu_offload", "--limit", "4", "--inject", fault)
+    assert code == 1
+    assert report["digests"]["mismatches"][0]["request"] in text
+
+
 def test_too_little_memory_for_one_request_is_one_sentence(model: Path, tmp_path: Path) -> None:
     code, _, text = run_verify(tmp_path, "--limit", "1", "--explicit-size", "4")
     assert code != 0
