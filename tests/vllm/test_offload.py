@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvx.handshake import request_status
 from kvx.servers import Server, Servers
@@ -18,6 +20,7 @@ from kvx.verify import engines
 from kvx.verify.client import Answer, Ask, Client
 from kvx.verify.offload import block_bytes
 from kvx.verify.report import EXTERNAL_HITS
+from kvx.vllm.bridge_offload import refusal
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -128,3 +131,31 @@ def test_an_abort_leaves_nothing_pinned(engine: Engine) -> None:
         impatient.close()
     engine.ask("after", 30)
     assert engine.offload()["failed"] == 0
+
+
+@pytest.mark.filterwarnings("ignore")  # of vLLM's imports
+def test_a_model_that_cannot_be_offloaded_is_told_why() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+
+    shape: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+    full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=32)
+    mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": full, "b": window})
+
+    def why(*specs: Any, caching: bool = True, context_ranks: int = 1, transferred: int = 9) -> str:
+        groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+        return refusal(
+            SimpleNamespace(
+                cache_config=SimpleNamespace(enable_prefix_caching=caching),
+                parallel_config=SimpleNamespace(
+                    decode_context_parallel_size=context_ranks, prefill_context_parallel_size=1
+                ),
+            ),
+            SimpleNamespace(kv_cache_groups=groups, transfer_groups=groups[:transferred]),
+        )
+
+    assert why(full) == why(full, full) == ""
+    assert "SlidingWindowSpec" in why(full, window)
+    assert "SlidingWindowSpec" in why(mixed)
+    assert "prefix caching is off" in why(full, caching=False)
+    assert "context parallelism" in why(full, context_ranks=2)
+    assert "may not be transferred" in why(full, full, transferred=1)
