@@ -10,6 +10,7 @@ the names of docs/measurements.json.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -87,6 +88,8 @@ class Stage:
         import gpu_engine
         from vllm import LLM  # noqa: F401  (the imports are what the fork saves)
 
+        gc.collect()
+        gc.freeze()  # or each child would walk the imports' heap, and copy its pages, in every full collection
         started_s = time.monotonic()
         process = os.fork()
         if process == 0:
