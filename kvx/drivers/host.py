@@ -86,6 +86,8 @@ class HostDriver(Driver):
         return Allocation(next(self._ids), nbytes, home)
 
     def release(self, allocation: Allocation) -> None:
+        if not allocation.handle:
+            raise LayoutError(f"allocation {allocation.id} was released already; release each once")
         self._check("munmap", self._libc.munmap(allocation.handle, allocation.nbytes))
         allocation.handle = 0  # a second release, or a map, of this one cannot hit memory of somebody else
 

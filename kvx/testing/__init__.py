@@ -6,8 +6,8 @@
         def make_connector(self):
             return MyConnector()
 
-The pytest plug-in that brings its fixtures and its table is found by entry point. What is named here is imported when it
-is first asked for: pytest loads the plug-in, and so this package, in every run, also where nothing tests a connector.
+The pytest plug-in that brings its fixtures and its table is found by entry point, and so this package is imported in
+every pytest run, also where nothing tests a connector: what is named here is imported when it is first asked for.
 """
 
 from __future__ import annotations

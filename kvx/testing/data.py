@@ -10,11 +10,12 @@ import pytest
 from kvx.connector import Op, TransferState
 from kvx.errors import LayoutError, TransferError
 from kvx.layout import KVCacheLayout
+from kvx.plan import Runs
 from kvx.testing.kit import Kit
 from kvx.testing.layouts import COMPACT, Cache, Move
 from kvx.testing.memory import BORDERS, CONTIGUOUS_BYTES, MIB, TAIL_OFFSET
-from kvx.testing.pair import OURS, THEIRS, Pair, require, require_equal, require_processes
-from kvx.testing.peer_engine import Rows
+from kvx.testing.pair import OURS, Pair, require, require_processes
+from kvx.testing.peer_engine import Rows, runs_of
 
 each_op = pytest.mark.parametrize("op", list(Op), ids=lambda op: op.value)
 LBHNC, LBNHC, BLHNC = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC
@@ -81,8 +82,8 @@ class DataTests(Kit):
         ("ours", "theirs"), [((0, 2), (0, 4)), ((2, 2), (0, 4)), ((3, 1), (2, 2)), ((0, 4), (0, 4))], ids=str
     )
     def test_head_splits(self, pair: Pair, op: Op, ours: tuple[int, int], theirs: tuple[int, int]) -> None:
-        sides = [Cache(LBHNC, first_head=first, num_heads=count) for first, count in (ours, theirs)]
-        self._move(pair, op, *sides, 16, 200)
+        our_side, their_side = (Cache(LBHNC, first_head=first, num_heads=count) for first, count in (ours, theirs))
+        self._move(pair, op, our_side, their_side, 16, 200)
 
     @each_op
     @pytest.mark.parametrize(
@@ -91,10 +92,10 @@ class DataTests(Kit):
     def test_block_sizes(
         self, pair: Pair, op: Op, ours: tuple[int, int | None], theirs: tuple[int, int | None]
     ) -> None:
-        sides = [
+        our_side, their_side = (
             Cache(LBHNC, block_size_tokens=size, kernel_block_size_tokens=kernel) for size, kernel in (ours, theirs)
-        ]
-        self._move(pair, op, *sides, 37, 201)
+        )
+        self._move(pair, op, our_side, their_side, 37, 201)
 
     def _move(self, pair: Pair, op: Op, ours: Cache, theirs: Cache, first: int, count: int) -> None:
         require(self, op)
@@ -210,7 +211,5 @@ class DataTests(Kit):
         pair.check()
 
 
-def _one(index: int) -> object:
-    from kvx.testing.peer_engine import runs_of
-
+def _one(index: int) -> Runs:
     return runs_of([(index * 4096, 8192 * (index + 1), 4096)])

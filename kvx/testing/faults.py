@@ -51,14 +51,14 @@ class OffByOne(_Faulty):
 
 
 class DuplicateCompletion(_Faulty):
-    """Every transfer is reported by two polls."""
+    """Every transfer is reported by two polls. (`poll` is final for connectors that mean well.)"""
 
     _before: tuple[Transfer, ...]
 
     def begin(self) -> None:
         self._before = ()
 
-    def poll(self) -> Events:  # type: ignore[misc]  final, for connectors that mean well
+    def poll(self) -> Events:  # type: ignore[misc]
         events = super().poll()
         self._before, again = events.finished, self._before
         return Events(again + events.finished, events.notifications)
@@ -99,7 +99,7 @@ class EarlyCompletion(_Faulty):
 class RegistrationBeyondCommitted(_Faulty):
     """The last region is registered up to the end of its segment and beyond, as a storage's size would have it."""
 
-    def open(self, regions: Sequence[MemoryRegion], generation: int) -> None:  # type: ignore[misc]  as above
+    def open(self, regions: Sequence[MemoryRegion], generation: int) -> None:  # type: ignore[misc]
         *others, last = regions
         longer = replace(last, nbytes=last.mapping.end - last.address + last.nbytes)
         super().open([*others, longer], generation)
@@ -108,8 +108,8 @@ class RegistrationBeyondCommitted(_Faulty):
 class UseAfterClose(_Faulty):
     """Something goes on writing into registered memory after the close."""
 
-    def close(self) -> None:  # type: ignore[misc]  as above
-        starts = (self._regions.starts + self._regions.base_address).tolist()
+    def close(self) -> None:  # type: ignore[misc]
+        starts = (self._regions.starts + self._regions.base_address).tolist() if self.registered_bytes else []
         super().close()
 
         def touch() -> None:

@@ -24,7 +24,8 @@ REGISTERED_BYTES = sum(nbytes for _, nbytes in REGISTERED)
 class LifeTests(Kit):
     """Every connector passes all of these."""
 
-    def test_a_constructor_does_no_io_and_starts_no_thread(self, pair: Pair) -> None:
+    @pytest.mark.usefixtures("pair")
+    def test_a_constructor_does_no_io_and_starts_no_thread(self) -> None:
         before = os.listdir("/proc/self/fd"), os.listdir("/proc/self/task"), _children()
         made = [self.make_connector() for _ in range(20)]
         assert (os.listdir("/proc/self/fd"), os.listdir("/proc/self/task"), _children()) == before

@@ -135,7 +135,7 @@ def _touched(pair: Pair, op: Op, rows: Rows) -> tuple[set[tuple[int, int]], set[
 class MachineTests(Kit):
     """The same examples in every run, and nothing written to disk."""
 
-    @pytest.mark.parametrize("examples", [12, pytest.param(60, marks=pytest.mark.matrix)])
+    @pytest.mark.parametrize("examples", [8, pytest.param(30, marks=pytest.mark.matrix)])
     def test_any_order_of_calls(self, pair: Pair, examples: int) -> None:
         run_state_machine_as_test(
             machine_of(pair),

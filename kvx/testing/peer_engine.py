@@ -6,12 +6,13 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from kvx.connector import Connector, ConnectorState, Op, Transfer, TransferState
+from kvx.errors import TransferError
 from kvx.peer import Peer
 from kvx.plan import RUN_DTYPE, Runs
 from kvx.testing.kit import Kit
@@ -131,8 +132,7 @@ class PeerEngine:
                 connector.open(self.memory.regions(), generation)
                 peer = connector.connect(metadata)
                 transfer = connector.submit(Op(op), peer, runs_of([(0, 0, 4096)]), deadline_s=self.kit.deadline_s)
-                wait_until(lambda c=connector, t=transfer: t in c.poll().finished, self.kit.deadline_s)  # type: ignore[misc]
-                assert transfer.state is TransferState.DONE, transfer.cause
+                _finish(connector, transfer, self.kit.deadline_s)
                 connector.close()
             generation += 1
         return generation
@@ -158,6 +158,14 @@ class PeerEngine:
             self._notifications += events.notifications
 
 
+def _finish(connector: Connector, transfer: Transfer, timeout_s: float) -> None:
+    wait_until(lambda: transfer in connector.poll().finished, timeout_s)
+    if transfer.state is not TransferState.DONE:
+        raise TransferError(
+            f"a transfer with a healthy peer is {transfer.state} after {timeout_s:g} s: {transfer.cause}"
+        )
+
+
 def runs_of(rows: Rows) -> Runs:
     array = np.zeros(len(rows), RUN_DTYPE)
     for column, values in zip(
@@ -168,10 +176,9 @@ def runs_of(rows: Rows) -> Runs:
     return Runs(array)
 
 
-def wait_until(done: object, timeout_s: float) -> bool:
+def wait_until(done: Callable[[], bool], timeout_s: float) -> bool:
     """Ask again and again: connectors tell by polling only."""
-    assert callable(done)
     deadline = time.monotonic() + timeout_s
-    while not (result := bool(done())) and time.monotonic() < deadline:
+    while not (result := done()) and time.monotonic() < deadline:
         time.sleep(POLL_INTERVAL_S)
     return result

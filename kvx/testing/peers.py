@@ -115,7 +115,7 @@ class Processes:
     def _accepted(self, listener: Listener, zygote: subprocess.Popen[bytes]) -> Connection:
         """The new peer's connection; OSError when there is none because the zygote could not import the test."""
         deadline = time.monotonic() + ANSWER_S
-        listener._listener._socket.settimeout(0.1)  # type: ignore[attr-defined]  there is no public way
+        listener._listener._socket.settimeout(0.1)  # type: ignore[attr-defined]
         while True:
             try:
                 return listener.accept()

@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Iterator[None]:  # a generator's result goes by its return statement
-    report: pytest.TestReport = yield  # type: ignore[assignment,misc]
+    report: pytest.TestReport = yield  # type: ignore[assignment]
     owner = getattr(item, "cls", None)
     if owner is not None and hasattr(owner, "kvx_kit_subject"):
         rows, known = item.config.stash[_ROWS], item.config.stash[_ROWS].get(item.nodeid)
@@ -117,7 +117,10 @@ def kvx_kit_environ(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="class")
-def kvx_kit_processes(request: pytest.FixtureRequest, kvx_kit_environ: None) -> Iterator[Processes]:
+def kvx_kit_processes(
+    request: pytest.FixtureRequest,
+    kvx_kit_environ: None,  # noqa: ARG001
+) -> Iterator[Processes]:
     """Starts peers in processes of their own."""
     from kvx.testing.peers import Processes
 
