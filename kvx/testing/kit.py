@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvx.connector import Capabilities, Connector, Op
 from kvx.drivers.base import Driver
 from kvx.drivers.host import HostDriver
+from kvx.drivers.shared_host import SharedHostDriver
 
 if TYPE_CHECKING:
     from kvx.testing.peers import Processes
@@ -28,23 +29,27 @@ class Kit:
         raise NotImplementedError("a subclass of ConnectorTests makes its connector")
 
     def driver(self) -> Driver:
-        """Whose memory the connector under test is opened on; the host's by default."""
-        return HostDriver()
+        """Whose memory the connector under test is opened on; by default the host's, shareable where it must be."""
+        return SharedHostDriver() if self.capabilities.shares_memory else HostDriver()
 
     def peer_driver(self) -> Driver:
         """The same for the peer."""
         return self.driver()
 
-    def make_peer(self, processes: Processes) -> Any:
-        """A peer that is not open yet: in a second process, or in this one where the connector reaches no other.
+    def make_peer(self, processes: Processes, connector: Connector) -> Any:
+        """A peer for `connector`, not open yet: in a second process, or its own where it reaches no other process.
 
-        What it returns has the methods of `kvx.testing.peer_engine.PeerEngine`, and a `stop`.
+        What it returns has the methods `open`, `fill`, `poke`, `peek`, `snapshot`, `notifications`, `close_connector`
+        and `stop` of `kvx.testing.peer_engine.PeerEngine`.
         """
         if self.capabilities.reaches_processes:
             return processes.start()
-        from kvx.testing.peer_engine import PeerEngine
+        from kvx.testing.own_memory import OwnMemory
 
-        return PeerEngine(self)
+        return OwnMemory(self, connector)
+
+    def wait_for_own_memory(self, connector: Connector) -> None:
+        """For a connector that reaches no other process: until all memory of its own is there and may be touched."""
 
     @property
     def capabilities(self) -> Capabilities:

@@ -15,7 +15,7 @@ from kvx.peer import Peer, RegionTable
 from kvx.testing.faults import AFTER_CLOSE_S
 from kvx.testing.kit import Kit
 from kvx.testing.memory import MIB, REGISTERED
-from kvx.testing.pair import OURS, Pair
+from kvx.testing.pair import OURS, Pair, require_processes
 from kvx.testing.peer_engine import runs_of
 
 REGISTERED_BYTES = sum(nbytes for _, nbytes in REGISTERED)
@@ -140,6 +140,7 @@ class LifeTests(Kit):
         pair.check()
 
     def test_a_peer_that_opened_again_is_connected_under_its_new_generation(self, pair: Pair) -> None:
+        require_processes(self)
         assert pair.remote.generation == 1
         pair.peer.close_connector()
         pair.peer_metadata = pair.peer.open(2)

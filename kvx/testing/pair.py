@@ -15,6 +15,7 @@ from kvx.plan import Runs
 from kvx.testing import faults
 from kvx.testing.kit import Kit
 from kvx.testing.memory import Bytes, KitMemory, pattern
+from kvx.testing.own_memory import OwnMemory
 from kvx.testing.peer_engine import POLL_INTERVAL_S, Rows, runs_of
 from kvx.testing.peers import Processes, ProcessPeer
 
@@ -31,12 +32,6 @@ def require_processes(kit: Kit) -> None:
     """Skip a test that needs a peer which can die."""
     if not kit.capabilities.reaches_processes:
         pytest.skip("capability reaches_processes is not declared")
-
-
-def opened(kit: Kit, memory: KitMemory, generation: int = 1) -> Connector:
-    connector = kit.make_connector()
-    connector.open(memory.regions(), generation)
-    return connector
 
 
 def wait(connector: Connector, transfers: Sequence[Transfer], timeout_s: float) -> None:
@@ -104,9 +99,8 @@ class Pair:
     def fresh(self) -> Pair:
         """Both open and connected, and the memory of both as in the beginning."""
         if self.peer is None or (isinstance(self.peer, ProcessPeer) and not self.peer.is_alive):
-            self.peer, self._remote = self.kit.make_peer(self.processes), None
-            self.peer_metadata = self.peer.open(1)
-        if self._connector is None or self.ours.state is not ConnectorState.OPEN:
+            self._start_peer()
+        if self.ours.state is not ConnectorState.OPEN:
             self.open()
         if self._remote is None or not self._remote.connected:
             self.connect()
@@ -116,13 +110,22 @@ class Pair:
         self.expected = {OURS: pattern(OURS), THEIRS: pattern(THEIRS)}
         return self
 
-    def open(self) -> None:
-        """Open our connector under a new generation; peers have to be connected again."""
+    def _start_peer(self) -> None:
         if self._connector is None:
             self._connector = faults.with_fault(self.kit.make_connector(), self._fault)
+        self.peer, self._remote = self.kit.make_peer(self.processes, self.ours), None
+        if not isinstance(self.peer, OwnMemory):
+            self.peer_metadata = self.peer.open(1)
+
+    def open(self) -> None:
+        """Open our connector under a new generation; peers have to be connected again."""
         self._generation += 1
         self.ours.open(self.memory.regions(), self._generation)
         self._remote = None
+        if isinstance(self.peer, OwnMemory):  # it came with the opening
+            self.peer_metadata = self.peer.open(self._generation)
+            self.peer.fill(THEIRS)
+            self.expected[THEIRS] = pattern(THEIRS)
 
     def connect(self) -> Peer:
         self._remote = self.ours.connect(self.peer_metadata)
@@ -159,7 +162,8 @@ class Pair:
 
     def check(self) -> None:
         require_equal(self.memory.snapshot(), self.expected[OURS], "our")
-        require_equal(self.peer.snapshot(), self.expected[THEIRS], "the peer's")
+        if (found := self.peer.snapshot()) is not None:
+            require_equal(found, self.expected[THEIRS], "the peer's")
 
     def refill(self, side: int, offset: int, data: bytes) -> None:
         """Write a range of one side, past the connector."""

@@ -116,21 +116,19 @@ class PeerEngine:
             self.memory.close()
             self._has_memory = False
 
-    def stop(self) -> None:
-        self.close()
-
     # What a life costs
 
-    def live(self, times: int, metadata: bytes, op: str, generation: int) -> int:
+    def live(self, times: int, metadata: bytes | None, op: str, generation: int) -> int:
         """Open, connect, move and close so often: by one connector again and again, and each time by a new one, too.
 
+        Without metadata of a peer, with the connector itself.
         The next generation that may be used.
         """
         self.make_memory()
         for _ in range(times):
             for connector in (self.connector, self.kit.make_connector()):
                 connector.open(self.memory.regions(), generation)
-                peer = connector.connect(metadata)
+                peer = connector.connect(metadata or connector.metadata())
                 transfer = connector.submit(Op(op), peer, runs_of([(0, 0, 4096)]), deadline_s=self.kit.deadline_s)
                 _finish(connector, transfer, self.kit.deadline_s)
                 connector.close()

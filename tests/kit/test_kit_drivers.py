@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvx.drivers.base import Driver
 from kvx.drivers.host import HostDriver
+from kvx.drivers.shared_host import SharedHostDriver
 from kvx.testing import DriverTests
 
 
@@ -15,3 +16,8 @@ class TestHostDriver(DriverTests):
 class TestHostDriverWithSmallGranules(DriverTests):
     def make_driver(self) -> Driver:
         return HostDriver(1 << 16)
+
+
+class TestSharedHostDriver(DriverTests):
+    def make_driver(self) -> Driver:
+        return SharedHostDriver()
