@@ -15,7 +15,7 @@ from kvx_file_connector import FOLDER_VARIABLE, FileConnector
 from kvx.connector import Connector
 from kvx.testing import ConnectorTests, FaultTests
 
-pytestmark = pytest.mark.transfer
+pytestmark = [pytest.mark.transfer, pytest.mark.slow]
 EXAMPLE = Path(__file__).parents[2] / "examples/file_connector"
 LIMIT_LINES = 200
 

@@ -8,7 +8,7 @@ from kvx_connectors.ipc import IpcConnector
 from kvx.connector import Connector
 from kvx.testing import ConnectorTests, FaultTests
 
-pytestmark = pytest.mark.transfer
+pytestmark = [pytest.mark.transfer, pytest.mark.slow]
 
 
 class TestIpc(ConnectorTests):

@@ -10,7 +10,7 @@ from kvx_connectors.nixl import NixlConnector
 from kvx.connector import Connector
 from kvx.testing import ConnectorTests, FaultTests
 
-pytestmark = pytest.mark.transfer
+pytestmark = [pytest.mark.transfer, pytest.mark.slow]
 
 
 class TestNixl(ConnectorTests):

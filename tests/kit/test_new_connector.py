@@ -35,7 +35,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": tools, "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.transfer
 def test_every_block_of_the_guide_works(tmp_path: Path, environment: dict[str, str]) -> None:
     work = tmp_path / "work"
