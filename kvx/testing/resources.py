@@ -10,7 +10,8 @@ from kvx.testing.peers import Processes
 
 WARM_LIVES = 4
 MAPPINGS_PER_LIFE = 2
-"""Libraries keep some memory of their own for later; a leak of a region or a socket buffer in each life is more."""
+MAPPED_BYTES_PER_LIFE = 4 << 20
+"""Libraries keep some memory of their own for later. A region or a peer's memory left in each life is more."""
 
 
 class ResourceTests(Kit):
@@ -30,5 +31,6 @@ class ResourceTests(Kit):
             for name in ("file descriptors", "threads", "shared memory mappings"):
                 assert growth[name] <= 0, f"{name}: {growth[name]} more after {2 * lives} lives ({before}, {after})"
             assert growth["mappings"] <= MAPPINGS_PER_LIFE * lives, growth
+            assert growth["mapped bytes"] <= MAPPED_BYTES_PER_LIFE * lives, growth
         finally:
             counted.stop()
