@@ -37,8 +37,10 @@ test: setup ## Everything that runs on this machine, real vLLM engines included
 	$(BIN)/python -m pytest -q -m "not gpu" $(MEMORY)
 	$(BIN)/python -m pytest -q -m "not gpu and not matrix" $(OTHERS)
 
-test-kit: setup ## The rows of every matrix that `make test` leaves out
-	$(BIN)/python -m pytest -q -m "matrix and not gpu"
+test-kit: setup ## All of the conformance kit, its table to build/kit.json; then matrix rows that `make test` leaves out
+	mkdir -p build
+	$(BIN)/python -m pytest -q -m "not gpu" --kvx-kit-json build/kit.json tests/kit
+	$(BIN)/python -m pytest -q -m "matrix and not gpu" tests --ignore=tests/kit
 
 verify: setup ## Eight questions on one stock server and on a kvx pair: all must be identical
 	$(BIN)/kvx verify --limit 8

@@ -186,11 +186,13 @@ class Connector(ABC):
 
     @final
     def connect(self, metadata: bytes) -> Peer:
-        """A peer from its metadata. A peer known under the same name (it restarted) is disconnected first."""
+        """A peer from its metadata. One known under the same name (it restarted) is disconnected."""
         with self._lock:
             self._require_open("connect")
             wire, table = self._decoded(metadata)
             peer = self._connect(wire.library)
+            if (known := self._peers.get(peer.name)) is not None:
+                self.disconnect(known)
             peer.generation, peer.regions = wire.generation, table
             self._peers[peer.name] = peer
             return peer

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 # How long a transfer that was asked to stop may end by itself before its agent is ended. One that was only cancelled
 # has its deadline as well: UCX may end a peer whose reader goes away in the middle of a READ (docs/adr/0007-nixl.md).
 DRAIN_S = 0.25
+# How often an agent is progressed before its end; some microseconds each.
+PURGE_STEPS = 100
 _MEMORY_TYPES = {"cpu": "DRAM", "cuda": "VRAM"}
 _NOT_RDMA = frozenset(
     ["self", "tcp", "sm", "shm", "cma", "posix", "sysv", "xpmem", "knem", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy"]
@@ -209,6 +211,7 @@ class NixlConnector(Connector):
         for transfer in transfers:
             transfer.handle = None  # released by its destructor, before the agent that it belongs to
         if agent is not None:
+            _purge(agent.library)
             _end_agent(agent)
         peer.connected = False
         for transfer in transfers:
@@ -289,6 +292,15 @@ def _load_peer(agent: Any, wire: Any) -> None:
         agent.remove_remote_agent(name)
         raise HandshakeError(f"NIXL metadata of agent {name!r} came under the name {wire.agent!r}")
     agent.make_connection(name)
+
+
+def _purge(agent: Any) -> None:
+    """Let UCX take apart what it had with a peer that died: ended before it has, it aborts the process (ADR 7)."""
+    for _ in range(PURGE_STEPS):
+        try:
+            agent.get_new_notifs()
+        except Exception:  # noqa: BLE001  what a dead peer left behind; the agent ends now
+            return
 
 
 def _forget_peer(agent: Any, name: str) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 import kvx
 from kvx.cli import memory
 from kvx.cli.files import require_writable, write_json
+from kvx.cli.new_connector import new_connector_command
 from kvx.cli.show import ConsoleProgress, show_bench, show_verify
 from kvx.errors import KVXError
 from kvx.layout import KVCacheLayout, require_block_compact
@@ -38,6 +39,8 @@ bench_app.command("extend")(memory.extend_command)
 bench_app.command("bandwidth")(memory.bandwidth_command)
 bench_app.command("transfer")(memory.transfer_command)
 bench_app.command("offload")(memory.offload_command)
+
+app.command("new-connector")(new_connector_command)
 
 _out = Console()
 _progress = Console(stderr=True)

@@ -27,6 +27,7 @@ _MAP_RESERVE = _mmap.MAP_PRIVATE | _mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 _MAP_FIXED = 0x10
 _MREMAP_MOVE_TO, _MREMAP_KEEP_RANGE = 1 | 2, 4  # MAYMOVE | FIXED, DONTUNMAP
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_NO_HOME = 0
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -86,8 +87,9 @@ class HostDriver(Driver):
         return Allocation(next(self._ids), nbytes, home)
 
     def release(self, allocation: Allocation) -> None:
+        self._require_unreleased(allocation, _NO_HOME)
         self._check("munmap", self._libc.munmap(allocation.handle, allocation.nbytes))
-        allocation.handle = 0  # a second release, or a map, of this one cannot hit memory of somebody else
+        allocation.handle = _NO_HOME  # a second release, or a map, of this one cannot hit memory of somebody else
 
     def map(self, address: int, allocation: Allocation) -> None:
         self._require_granules(address=address, nbytes=allocation.nbytes)
@@ -115,6 +117,11 @@ class HostDriver(Driver):
     def memory_info(self) -> MemoryInfo:
         found = self._memory_info()
         return MemoryInfo(max(0, found.free_bytes - HEADROOM_BYTES), found.total_bytes)
+
+    @staticmethod
+    def _require_unreleased(allocation: Allocation, released: int) -> None:
+        if allocation.handle == released:
+            raise LayoutError(f"allocation {allocation.id} was released already; release each once")
 
     def _require_room(self, nbytes: int) -> None:
         free = self.memory_info().free_bytes

@@ -45,6 +45,7 @@ class SharedHostDriver(HostDriver):
         return Allocation(next(self._ids), nbytes, file)
 
     def release(self, allocation: Allocation) -> None:
+        self._require_unreleased(allocation, _NO_FILE)
         with _status("close"):
             os.close(allocation.handle)
         allocation.handle = _NO_FILE  # a second release, or a map, of this one cannot hit a file of somebody else
