@@ -72,15 +72,29 @@ def test_a_run_without_an_explicit_size_holds_every_condition(model: Path, tmp_p
 
 @pytest.mark.timeout(DEADLINE_S + 60)
 @pytest.mark.parametrize(
-    "fault",
+    ("connectors", "connector"),
+    [("mooncake", "mooncake"), ("ipc", "ipc"), pytest.param("auto", "ipc", marks=pytest.mark.matrix)],
+)
+def test_other_connectors_hand_off_as_well(model: Path, tmp_path: Path, connectors: str, connector: str) -> None:
+    code, report, text = run_verify(tmp_path, "--connector", connectors, "--limit", "2")
+    assert code == 0, text[-3000:]
+    assert report["identical"] == report["questions"] == 2
+    assert report["transfer"]["by_connector"] == {connector: 2}
+
+
+@pytest.mark.timeout(DEADLINE_S + 60)
+@pytest.mark.parametrize(
+    ("connector", "fault"),
     [
-        "flip-byte",
-        pytest.param("swap-blocks", marks=pytest.mark.matrix),
-        pytest.param("stale", marks=pytest.mark.matrix),
+        ("nixl", "flip-byte"),
+        pytest.param("nixl", "swap-blocks", marks=pytest.mark.matrix),
+        pytest.param("nixl", "stale", marks=pytest.mark.matrix),
+        pytest.param("mooncake", "flip-byte", marks=pytest.mark.matrix),
+        pytest.param("ipc", "swap-blocks", marks=pytest.mark.matrix),
     ],
 )
-def test_a_fault_on_purpose_is_found_and_named(model: Path, tmp_path: Path, fault: str) -> None:
-    code, report, text = run_verify(tmp_path, "--limit", "4", "--inject", fault)
+def test_a_fault_on_purpose_is_found_and_named(model: Path, tmp_path: Path, connector: str, fault: str) -> None:
+    code, report, text = run_verify(tmp_path, "--connector", connector, "--limit", "4", "--inject", fault)
     assert code == 1
     found = report["digests"]["mismatches"]
     assert found
@@ -103,9 +117,8 @@ def test_blocks_that_leave_and_return_change_no_answer(model: Path, tmp_path: Pa
 
 @pytest.mark.matrix
 @pytest.mark.timeout(DEADLINE_S + 60)
-@pytest.mark.parametrize("fault", ["flip-byte", "swap-blocks", "stale"])
-def test_a_fault_in_what_was_loaded_is_found_and_named(model: Path, tmp_path: Path, fault: str) -> None:
-    code, report, text = run_verify(tmp_path, "--connector", "cpu_offload", "--limit", "4", "--inject", fault)
+def test_a_fault_in_what_was_loaded_is_found_and_named(model: Path, tmp_path: Path) -> None:
+    code, report, text = run_verify(tmp_path, "--connector", "cpu_offload", "--limit", "4", "--inject", "stale")
     assert code == 1
     assert report["digests"]["mismatches"][0]["request"] in text
 
