@@ -163,10 +163,17 @@ class _Process:
         self._process = context.Process(target=_serve, args=(theirs, role, arguments, dict(environment)), daemon=True)
         self._process.start()
         theirs.close()
-        self.first_answer = self._answer(START_S)
+        try:
+            self.first_answer = self._answer(START_S)
+        except BaseException:
+            self.stop()
+            raise
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        self._pipe.send((name, arguments))
+        try:
+            self._pipe.send((name, arguments))
+        except BrokenPipeError as error:
+            raise TransferError("a benchmark's process ended; its last words are above") from error
         return self._answer(2 * DEADLINE_S)
 
     def stop(self) -> None:

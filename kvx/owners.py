@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvx.addresses import Resolver, numeric_address
 from kvx.connector import Connector, Op
 from kvx.engine_side import EngineSide
 from kvx.errors import ConnectorError, HandshakeError, KVXError, PeerMismatch
 from kvx.handshake import Release, Welcome, descriptor
-from kvx.peer import PeerDescriptor, require_compatible
+from kvx.peer import Peer, PeerDescriptor, require_compatible
 from kvx.pull_state import ActivePull, Owner
 from kvx.sidechannel import Link
 
@@ -79,10 +79,10 @@ class Owners:
         """PeerMismatch or LayoutError when the two engines cannot exchange KV; HandshakeError on bad metadata."""
         theirs = descriptor(welcome)
         require_compatible(self._side.describe(), theirs)
-        connector = self._choose_connector(theirs)
+        candidates = self._candidates(theirs)
         self.disconnect(owner)
-        owner.peer = connector.connect(theirs.connectors[connector.name])
-        owner.connector, owner.descriptor = connector, theirs
+        owner.connector, owner.peer = _connected(candidates, theirs)
+        owner.descriptor = theirs
 
     def disconnect(self, owner: Owner) -> None:
         """Forget what the engine said; its transfers in flight are cancelled."""
@@ -134,20 +134,36 @@ class Owners:
         for owner in list(self._owners.values()):
             self.remove(owner)
 
-    def _choose_connector(self, theirs: PeerDescriptor) -> Connector:
-        """The first of ours that they have too and that reaches them; the log says which, and why not one before it."""
-        why_not: list[str] = []
-        for connector in self._side.connectors:
-            if connector.name in theirs.connectors and Op.READ in connector.capabilities.operations:
-                why = connector.why_unreachable(theirs.connectors[connector.name])
-                if why is None:
-                    but = f" ({'; '.join(why_not)})" if why_not else ""
-                    logger.info("engine %s is read through %s%s", theirs.info.engine_id, connector.name, but)
-                    return connector
-                why_not.append(f"not {connector.name}: {why}")
-        if why_not:
-            raise ConnectorError(
-                f"engine {theirs.info.engine_id} cannot be reached: {'; '.join(why_not)}; configure one more connector"
-            )
-        names = [connector.name for connector in self._side.connectors]
-        raise PeerMismatch("connectors", names, sorted(theirs.connectors), "configure one that both have")
+    def _candidates(self, theirs: PeerDescriptor) -> list[Connector]:
+        """Ours, in the order in which they are configured, that they have too and that can read."""
+        found = [
+            connector
+            for connector in self._side.connectors
+            if connector.name in theirs.connectors and Op.READ in connector.capabilities.operations
+        ]
+        if not found:
+            names = [connector.name for connector in self._side.connectors]
+            raise PeerMismatch("connectors", names, sorted(theirs.connectors), "configure one that both have")
+        return found
+
+
+def _connected(candidates: Sequence[Connector], theirs: PeerDescriptor) -> tuple[Connector, Peer]:
+    """The first connector that reaches the peer, and its connection; the log says which, and why not one before it."""
+    why_not: list[str] = []
+    for connector in candidates:
+        metadata = theirs.connectors[connector.name]
+        try:
+            why = connector.why_unreachable(metadata)
+            if why is None:
+                peer = connector.connect(metadata)
+                but = f" ({'; '.join(why_not)})" if why_not else ""
+                logger.info("engine %s is read through %s%s", theirs.info.engine_id, connector.name, but)
+                return connector, peer
+        except ConnectorError as error:
+            if len(candidates) == 1:
+                raise
+            why = str(error)
+        why_not.append(f"not {connector.name}: {why}")
+    raise ConnectorError(
+        f"engine {theirs.info.engine_id} cannot be reached: {'; '.join(why_not)}; configure one more connector"
+    )

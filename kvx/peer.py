@@ -14,6 +14,8 @@ from kvx.errors import LayoutError
 from kvx.geometry import GroupGeometry
 
 Int64s = npt.NDArray[np.int64]
+MOST_BYTES = 1 << 62
+"""Sums of two such numbers still fit in 64 bits with a sign."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +87,8 @@ class RegionTable:
     @classmethod
     def of(cls, base_address: int, ranges: Sequence[tuple[int, int]]) -> RegionTable:
         """From (offset, nbytes) pairs; LayoutError when one is empty, negative or overlaps another."""
+        if max([abs(base_address), *(abs(number) for pair in ranges for number in pair)]) >= MOST_BYTES:
+            raise LayoutError(f"registered regions with addresses or sizes of {MOST_BYTES} bytes and more")
         table = np.array(sorted(ranges), dtype=np.int64).reshape(-1, 2)
         starts, ends = table[:, 0], table[:, 0] + table[:, 1]
         if base_address < 0 or (table[:, 0] < 0).any() or (table[:, 1] <= 0).any() or (starts[1:] < ends[:-1]).any():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
-from importlib.metadata import EntryPoint, distributions
+from importlib.metadata import Distribution, EntryPoint, distributions
 
 from kvx.connector import Capabilities, Connector, Op
 from kvx.errors import ConnectorError, ConnectorUnavailable
@@ -60,6 +60,11 @@ def connector_classes(names: Sequence[str]) -> list[type[Connector]]:
     return list(found.values())
 
 
+def may_be_missing(names: Sequence[str], connector: str) -> bool:
+    """Whether a connector was not named but stands behind `auto`, which goes on without one that cannot be opened."""
+    return AUTO in names and connector in AUTO_ORDER and connector not in names
+
+
 def need_shareable_memory(names: Sequence[str]) -> bool:
     """Whether one of the connectors needs memory that other processes can map. Errors as in `connector_classes`."""
     return any(found.capabilities.shares_memory for found in connector_classes(names))
@@ -86,17 +91,26 @@ def _points() -> list[EntryPoint]:
     seen: set[str] = set()
     for distribution in distributions():
         try:
-            found = distribution.entry_points.select(group=ENTRY_POINT_GROUP)
-        except Exception as error:  # noqa: BLE001  the parser has no type of its own
+            found, name = distribution.entry_points.select(group=ENTRY_POINT_GROUP), distribution.name
+        except Exception as error:  # noqa: BLE001  the parsers have no type of their own
             logger.warning(
-                "connectors of distribution %s are left out: its entry_points.txt is unreadable (%s); reinstall it",
-                distribution.name, error,
+                "connectors of distribution %s are left out: its metadata is unreadable (%s); reinstall it",
+                _place(distribution), error,
             )  # fmt: skip
             continue
-        if found and distribution.name not in seen:
-            seen.add(distribution.name)
+        if found and not name:
+            logger.warning(
+                "connectors of distribution %s are left out: it has no name; reinstall it", _place(distribution)
+            )
+        elif found and name not in seen:
+            seen.add(name)
             points += found
     return points
+
+
+def _place(distribution: Distribution) -> str:
+    """The folder of its metadata, which can be told when nothing in it can be read."""
+    return str(distribution.locate_file("") if (path := getattr(distribution, "_path", None)) is None else path.name)
 
 
 def _only_point(name: str) -> EntryPoint:

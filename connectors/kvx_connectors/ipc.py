@@ -12,7 +12,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,7 +23,7 @@ from kvx.connector import Capabilities, Connector, Copies, Op, Transfer, Transfe
 from kvx.drivers.base import Allocation, Driver
 from kvx.drivers.copier import Copier, Copying, copier_for
 from kvx.drivers.select import driver_for
-from kvx.errors import ConnectorError, HandshakeError, KVXError, TransferError
+from kvx.errors import ConnectorError, DriverError, HandshakeError, KVXError, TransferError
 from kvx.peer import Peer, RegionTable
 from kvx.region import MemoryRegion
 from kvx.vmm import Reservation
@@ -39,6 +39,7 @@ class IpcMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     boot_id: str
     network_namespace: int
+    user: int
     device_kind: str
     allocations: list[tuple[int, int]]
 
@@ -66,11 +67,13 @@ class IpcConnector(Connector):
         device = regions[0].mapping.device
         if len({region.mapping.device for region in regions}) != 1:
             raise ConnectorError("one connector shares the memory of one device; use one rank for each device")
-        driver = driver_for(device, shareable=True)
         self._allocations = _allocations_of(regions)
         self._name = uuid.uuid4().hex
         with ExitStack() as undo:
-            copier = copier_for(device)
+            try:
+                driver, copier = driver_for(device, shareable=True), copier_for(device)
+            except DriverError as error:
+                raise ConnectorError(f"connector {self.name} cannot copy on {device}: {error}") from error
             undo.callback(copier.close)
             self._try_export(driver)
             listener = Listener(self._name, lambda: self._export(driver))
@@ -84,6 +87,7 @@ class IpcConnector(Connector):
                 name=self._name,
                 boot_id=_boot_id(),
                 network_namespace=_network_namespace(),
+                user=os.geteuid(),
                 device_kind=self._device_kind,
                 allocations=[(offset, allocation.nbytes) for offset, allocation in self._allocations],
             )
@@ -94,6 +98,7 @@ class IpcConnector(Connector):
         for what, ours, found in (
             ("boot id", _boot_id(), theirs.boot_id),
             ("network namespace", _network_namespace(), theirs.network_namespace),
+            ("user", os.geteuid(), theirs.user),
             ("device kind", self._device_kind, theirs.device_kind),
         ):
             if ours != found:
@@ -111,6 +116,9 @@ class IpcConnector(Connector):
         connection, fds = ask(wire.name, len(wire.allocations))
         try:
             memory = _PeerMemory(self._driver, wire.allocations, fds)
+        except KVXError as error:
+            connection.close()
+            raise ConnectorError(f"the memory of peer {wire.name} cannot be mapped: {error}") from error
         except BaseException:
             connection.close()
             raise
@@ -151,11 +159,10 @@ class IpcConnector(Connector):
             if not copying.is_done():
                 return
         except KVXError as error:  # the device has failed; nothing copies there any more
-            _memory_of(transfer.peer).done()
             self._finish(transfer, TransferState.FAILED, TransferError(f"the device failed under a copy: {error}"))
-            return
+        else:
+            self._finish(transfer, TransferState.DONE)
         _memory_of(transfer.peer).done()
-        self._finish(transfer, TransferState.DONE)
 
     def _cancel(self, transfer: Transfer) -> None:
         """A copy that was queued runs to its end, within milliseconds; `_progress` finishes it then."""
@@ -164,21 +171,23 @@ class IpcConnector(Connector):
         _memory_of(peer).retire()
 
     def _close(self) -> None:
-        assert self._copier is not None
-        assert self._listener is not None
+        if self._copier is None or self._listener is None:  # an earlier close failed on its way
+            return
+        with ExitStack() as steps:  # last first; each runs, whatever becomes of the others
+            steps.callback(self._copier.close)
+            steps.callback(self._listener.stop)
+            for peer in self._peers.values():
+                steps.callback(_memory_of(peer).retire)
+            steps.callback(self._wait_for_copies)
+            self._listener = self._copier = self._driver = None
+            self._allocations = []
+
+    def _wait_for_copies(self) -> None:
         for transfer in list(self._pending):
             copying: Copying = transfer.handle  # type: ignore[assignment]
-            try:
+            with suppress(KVXError):  # `_look_at` says so
                 copying.wait()
-            except KVXError:  # said by `_look_at`
-                pass
             self._look_at(transfer)
-        for peer in self._peers.values():
-            _memory_of(peer).retire()
-        self._listener.stop()
-        self._copier.close()
-        self._listener = self._copier = self._driver = None
-        self._allocations = []
 
     @property
     def _device_kind(self) -> str:

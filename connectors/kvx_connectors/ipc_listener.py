@@ -8,6 +8,7 @@ or has let go.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import selectors
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 FDS_A_MESSAGE = 200  # the kernel passes at most 253
 ANSWER_S = 2.0
+MOST_CONNECTIONS = 1024
+NO_DESCRIPTORS_S = 0.05
+"""How long the thread rests when the process has no descriptor left for a caller, who waits meanwhile."""
 LET_GO_S = 2.0
 """How long `stop` waits for readers to unmap our memory. One that is stopped keeps it until it goes on."""
 _CREDENTIALS = struct.Struct("3i")
@@ -109,10 +113,14 @@ class Listener:
     def _accept(self, listening: socket.socket) -> None:
         try:
             connection, _ = listening.accept()
-        except OSError:  # it gave up meanwhile
-            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                time.sleep(NO_DESCRIPTORS_S)
+            return  # otherwise it gave up meanwhile
         try:
             require_same_user(connection)
+            if len(self._watched) >= MOST_CONNECTIONS:
+                raise ConnectorError(f"{len(self._watched)} processes have our memory already; that is enough")
             connection.settimeout(ANSWER_S)
             send_all(connection, self._export())
         except (OSError, KVXError) as error:
@@ -134,6 +142,8 @@ class Listener:
         self._watched.pop(connection, None)
         if connection.fileno() >= 0 and connection in self._selector.get_map():
             self._selector.unregister(connection)
+        with contextlib.suppress(OSError):  # it has ended already
+            connection.shutdown(socket.SHUT_RDWR)  # a forked child may have the socket too, so closing ends nothing
         connection.close()
 
 
@@ -166,14 +176,15 @@ def ask(name: str, count: int) -> tuple[socket.socket, list[int]]:
     """(connection, descriptors) from the listener of that name; ConnectorError when there are not `count` of them."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     fds: list[int] = []
+    deadline_s = time.monotonic() + ANSWER_S
     try:
-        connection.settimeout(ANSWER_S)
-        connection.connect(abstract(name))
+        _connect(connection, name, deadline_s)
         require_same_user(connection)
         while len(fds) < count:
-            said, some, _, _ = socket.recv_fds(connection, 2, FDS_A_MESSAGE)
+            connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+            said, some, _, _ = socket.recv_fds(connection, 2, FDS_A_MESSAGE, socket.MSG_CMSG_CLOEXEC)
             fds += some
-            if len(said) != 2 or len(some) != int.from_bytes(said, "little"):
+            if not some or len(said) != 2 or len(some) != int.from_bytes(said, "little"):
                 raise ConnectorError(f"the peer sent {len(fds)} descriptors of memory, {count} are needed")
         if len(fds) != count:
             raise ConnectorError(f"the peer sent {len(fds)} descriptors of memory, {count} are needed")
@@ -188,3 +199,16 @@ def ask(name: str, count: int) -> tuple[socket.socket, list[int]]:
             ) from error
         raise
     return connection, fds
+
+
+def _connect(connection: socket.socket, name: str, deadline_s: float) -> None:
+    """A full backlog answers at once, with EAGAIN, whatever the timeout."""
+    while True:
+        connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+        try:
+            connection.connect(abstract(name))
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.01)

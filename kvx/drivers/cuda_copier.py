@@ -53,7 +53,7 @@ class CudaCopier(Copier):
         self._driver = CudaDriver(index)
         self._lock = threading.RLock()
         self._free_tables: list[_Table] = []
-        self._undo = contextlib.ExitStack()
+        self._undo, self._is_closed = contextlib.ExitStack(), False
         call, kernel = self._driver.call, resources.files("kvx.drivers").joinpath("copy_kernel.ptx").read_bytes()
         with self._driver.in_context(), contextlib.ExitStack() as undo:
             module = call("cuModuleLoadData", kernel + b"\0")
@@ -87,10 +87,13 @@ class CudaCopier(Copier):
             self._driver.call("cuMemHostUnregister", address)
 
     def close(self) -> None:
-        with self._lock, self._driver.in_context():
-            self._driver.call("cuStreamSynchronize", self._stream)
-            self._undo.close()
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
             self._free_tables.clear()
+            with self._driver.in_context(), self._undo:  # given back also when the device has failed
+                self._driver.call("cuStreamSynchronize", self._stream)
 
     def _queue(self, table: _Table, num_tiles: int, after: int | None) -> None:
         call = self._driver.call

@@ -12,13 +12,17 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from kvx.drivers.base import Allocation
-from kvx.drivers.host import HostDriver
+from kvx.drivers.base import Allocation, MemoryInfo
+from kvx.drivers.host import MIB, HostDriver
+from kvx.drivers.host_memory import read_host_memory
 from kvx.errors import DriverError, LayoutError, OutOfDeviceMemory
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_F_SEAL_FUTURE_WRITE = 0x10
+# The last one: a peer that has the file could seal it against writing, and our own next `map` would fail.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_READ_ONLY = fcntl.F_SEAL_WRITE | _F_SEAL_FUTURE_WRITE
 _NO_FILE = -1
 _MAP_SHARED_FIXED = mmap.MAP_SHARED | 0x10
 _MAP_POPULATE = 0x8000
@@ -28,6 +32,12 @@ class SharedHostDriver(HostDriver):
     """Host memory in memory files. An `Allocation.handle` is the file's descriptor."""
 
     can_export = True
+
+    def __init__(
+        self, granularity_bytes: int = 2 * MIB, memory_info: Callable[[], MemoryInfo] = read_host_memory
+    ) -> None:
+        super().__init__(granularity_bytes, memory_info)
+        self._imported: set[int] = set()
 
     def create(self, nbytes: int) -> Allocation:
         super()._require_granules(nbytes=nbytes)
@@ -48,13 +58,21 @@ class SharedHostDriver(HostDriver):
         self._require_unreleased(allocation, _NO_FILE)
         with _status("close"):
             os.close(allocation.handle)
+        self._imported.discard(allocation.id)
         allocation.handle = _NO_FILE  # a second release, or a map, of this one cannot hit a file of somebody else
 
     def map(self, address: int, allocation: Allocation) -> None:
         self._require_granules(address=address, nbytes=allocation.nbytes)
-        flags, protection = _MAP_SHARED_FIXED | _MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE
-        mapped = self._libc.mmap(address, allocation.nbytes, protection, flags, allocation.handle, 0)
-        self._check_address("mmap", mapped, f"{allocation.nbytes} bytes of a memory file")
+        # A peer's memory is mapped page by page as it is read: all at once takes 0.1 s for each GiB, and is not needed.
+        flags = _MAP_SHARED_FIXED | (0 if allocation.id in self._imported else _MAP_POPULATE)
+        mapped = self._libc.mmap(
+            address, allocation.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, allocation.handle, 0
+        )
+        try:
+            self._check_address("mmap", mapped, f"{allocation.nbytes} bytes of a memory file")
+        except DriverError:
+            self._close_range(address, allocation.nbytes)  # a failed map may have emptied its target already
+            raise
 
     def unmap(self, address: int, allocation: Allocation) -> None:
         self._require_granules(address=address, nbytes=allocation.nbytes)
@@ -69,14 +87,21 @@ class SharedHostDriver(HostDriver):
 
     def import_fd(self, fd: int, nbytes: int) -> Allocation:
         with _status("look at a memory file"):
-            seals, size = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
-        if not seals & fcntl.F_SEAL_SHRINK or size != nbytes:
+            seals, found = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd)
+        if not seals & fcntl.F_SEAL_SHRINK or seals & _READ_ONLY or found.st_size != nbytes:
             raise LayoutError(
-                f"a peer's memory file has {size} bytes and seals {seals}; {nbytes} bytes that cannot be cut off "
-                "are needed"
+                f"a peer's memory file has {found.st_size} bytes and seals {seals}; {nbytes} bytes that can be written "
+                "and cannot be cut off are needed"
+            )
+        if found.st_blocks * 512 < nbytes:
+            raise LayoutError(
+                f"a peer's memory file of {nbytes} bytes has memory for {found.st_blocks * 512} only; we would have "
+                "to pay for the rest"
             )
         with _status("dup"):
-            return Allocation(next(self._ids), nbytes, os.dup(fd))
+            allocation = Allocation(next(self._ids), nbytes, os.dup(fd))
+        self._imported.add(allocation.id)
+        return allocation
 
     def _require_granules(self, **values: int) -> None:
         """Whole pages are enough to map what another process created: its granule may be smaller than ours."""

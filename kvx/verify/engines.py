@@ -17,8 +17,9 @@ PREFILL, DECODE, SINGLE = "prefill", "decode", "single"
 BASELINE_SPACE_GIB = 1
 
 
-# vLLM's options that say how large a GPU's cache is, so that nothing is measured.
-GPU_SIZES = ("--kv-cache-memory-bytes", "--num-gpu-blocks-override")
+# vLLM's option that says how large a GPU's cache is, so that nothing is measured. (`--num-gpu-blocks-override` says so
+# too, but vLLM profiles all the same.)
+GPU_SIZE = "--kv-cache-memory-bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class RunSettings:
         """Each engine measures what is free, so nobody else may be taking some meanwhile."""
         if self.device == "cpu":
             return self.kv_space_gib is None
-        return not any(word.split("=")[0] in GPU_SIZES for word in self.arguments)
+        return not any(word.split("=")[0] == GPU_SIZE for word in self.arguments)
 
     @property
     def hands_off(self) -> bool:

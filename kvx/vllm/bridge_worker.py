@@ -88,8 +88,16 @@ class BridgeWorker:
             connector = connector_class()
             if isinstance(connector, OffloadConnector) and not self._begin_offload(connector, groups, kv_caches):
                 continue
+            try:
+                cache.attach(connector)
+            except ConnectorError as error:
+                if not registry.may_be_missing(self._settings.connectors, connector.name):
+                    raise
+                logger.warning("kvx: auto goes without connector %s: %s", connector.name, error)
+                continue
             self._connectors.append(connector)
-            cache.attach(connector)
+        if not self._connectors and registry.AUTO in self._settings.connectors:
+            raise ConnectorError("auto has no connector that could be opened; the log above says why")
         movers = [connector for connector in self._connectors if connector.capabilities.reaches_processes]
         self._handoff = HandoffWorker(self._settings, self._info(), movers, status_extra=self._status)
         self._handoff.open(

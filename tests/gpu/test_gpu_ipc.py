@@ -78,6 +78,7 @@ def test_runs_of_any_size_and_alignment(copier: CudaCopier, sizes: list[int]) ->
     targets[order] = np.cumsum(nbytes[order] + 17) - nbytes[order]
     for to, at, size in zip(targets, starts, nbytes, strict=True):
         expected[to : to + size] = source[at : at + size]
+    torch.cuda.synchronize()  # the copier's stream waits for no other
 
     copying = copier.start(targets + found.data_ptr(), starts + source.data_ptr(), nbytes)
     copying.wait()
@@ -219,6 +220,10 @@ def test_a_killed_owner_is_let_go(reader: Reader, owner: Owner) -> None:
 
 
 def test_an_owner_that_closes_gets_its_memory_back(reader: Reader, owner: Owner) -> None:
+    mapped = reader.peer.library
+    assert not mapped._is_retired
     assert owner.ask("close") == "closed"  # returns when the reader has unmapped
+    assert mapped._is_retired
+    assert mapped._reservation.committed_bytes == 0
     with pytest.raises(TransferError, match="has ended or changed its memory"):
         reader.transfer(Op.READ, blocks(4)[0])

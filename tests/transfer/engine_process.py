@@ -257,6 +257,11 @@ class Engine:
 
         ipc._boot_id = lambda: "another"
 
+    def stop_listening(self) -> None:
+        """As if its process had no room for another peer: its metadata is still that of a healthy one."""
+        self.connector._listener.stop()
+        self.connector._listener.stop = lambda: None
+
     def maps(self, word: str) -> int:
         """How many mappings of this process have `word` in their line."""
         return sum(word in line for line in Path("/proc/self/maps").read_text().splitlines())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -15,14 +18,14 @@ import msgspec
 import numpy as np
 import pytest
 from engine_process import EngineConfig, Remote, StartEngines
-from kvx_connectors.ipc import IpcConnector
-from kvx_connectors.ipc_listener import Listener, ask
+from kvx_connectors.ipc import IpcConnector, IpcMetadata
+from kvx_connectors.ipc_listener import ANSWER_S, LET_GO_S, Listener, ask
 from test_handoff import block_ids, hand_off, pull
 
 from kvx.connector import ConnectorMetadata, Op
 from kvx.drivers.host import HostDriver
 from kvx.drivers.shared_host import SharedHostDriver
-from kvx.errors import ConnectorError, HandshakeError
+from kvx.errors import ConnectorError, HandshakeError, LayoutError
 from kvx.plan import RUN_DTYPE, Runs
 from kvx.region import MemoryRegion
 from kvx.vmm import Reservation
@@ -85,6 +88,16 @@ def test_auto_takes_nixl_for_a_peer_on_another_host(start_engines: StartEngines)
         EngineConfig("owner", settings=VERIFY, **shared), EngineConfig("reader", settings=VERIFY, **shared)
     )
     owner.pretend_another_host()
+    hand_off(owner, reader, 100, 1)
+    assert reader.status()["transfer"]["by_connector"] == {"nixl": 1}
+
+
+def test_auto_takes_nixl_where_sharing_fails_after_all(start_engines: StartEngines) -> None:
+    shared = {**SHARED, "connectors": ("auto",)}
+    owner, reader = start_engines(
+        EngineConfig("owner", settings=VERIFY, **shared), EngineConfig("reader", settings=VERIFY, **shared)
+    )
+    owner.stop_listening()
     hand_off(owner, reader, 100, 1)
     assert reader.status()["transfer"]["by_connector"] == {"nixl": 1}
 
@@ -238,17 +251,94 @@ def test_registered_memory_that_was_not_shared_is_refused() -> None:
         our_memory.release(), their_memory.release()
 
 
-def test_a_memory_file_that_could_be_cut_off_is_refused() -> None:
-    file = os.memfd_create("plain")
+@pytest.mark.parametrize(
+    ("seals", "pages", "why"),
+    [
+        (0, True, "cannot be cut off"),
+        (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE, True, "can be written"),
+        (fcntl.F_SEAL_SHRINK | 0x10, True, "can be written"),  # F_SEAL_FUTURE_WRITE
+        (fcntl.F_SEAL_SHRINK, False, "has memory for 0 only"),
+    ],
+)
+def test_a_memory_file_that_could_harm_us_is_refused(seals: int, pages: bool, why: str) -> None:
+    file = os.memfd_create("plain", os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, 2 * MIB)
-        with pytest.raises(Exception, match="cannot be cut off"):
+        if pages:
+            os.posix_fallocate(file, 0, 2 * MIB)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+        with pytest.raises(LayoutError, match=why):
             SharedHostDriver().import_fd(file, 2 * MIB)
     finally:
         os.close(file)
 
 
-def test_a_listener_that_sends_too_little_is_refused() -> None:
+def test_nobody_can_seal_our_memory_further() -> None:
+    driver = SharedHostDriver()
+    allocation = driver.create(2 * MIB)
+    fd = driver.export_fd(allocation)
+    try:
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0x10)
+    finally:
+        os.close(fd)
+        driver.release(allocation)
+
+
+def test_a_peer_of_another_user_is_not_tried() -> None:
+    ours, our_memory = opened(SharedHostDriver())
+    try:
+        wire = msgspec.msgpack.decode(ours.metadata(), type=ConnectorMetadata)
+        library = msgspec.structs.replace(msgspec.msgpack.decode(wire.library, type=IpcMetadata), user=65534)
+        other = msgspec.structs.replace(wire, library=msgspec.msgpack.encode(library))
+        assert ours.why_unreachable(ours.metadata()) is None
+        assert ours.why_unreachable(msgspec.msgpack.encode(other)) == f"its user is 65534, ours {os.geteuid()}"
+    finally:
+        ours.close()
+        our_memory.release()
+
+
+def test_an_owner_does_not_wait_for_a_reader_whose_child_has_the_socket_too() -> None:
+    listener = Listener("family", lambda: [os.open("/dev/null", os.O_RDONLY)])
+    reader = Listener("family-reader", list)
+    listener.start(), reader.start()
+    connection, fds = ask("family", 1)
+    child = os.dup(connection.fileno())
+    reader.watch(connection, lambda: reader.let_go(connection))
+    started_s = time.monotonic()
+    listener.stop()
+    assert time.monotonic() - started_s < LET_GO_S / 2
+    reader.stop()
+    for fd in (child, *fds):
+        os.close(fd)
+
+
+def test_a_listener_that_drips_is_given_up() -> None:
+    """However long it goes on: our side's lock is held meanwhile."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind("\0kvx-ipc-drip")
+    server.listen()
+
+    def drip() -> None:
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError), open("/dev/null") as nothing:
+            for _ in range(100):
+                socket.send_fds(connection, [(1).to_bytes(2, "little")], [nothing.fileno()])
+                time.sleep(0.1)
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    started_s = time.monotonic()
+    with pytest.raises(ConnectorError, match="shake hands again"):
+        ask("drip", 1000)
+    assert time.monotonic() - started_s < 2 * ANSWER_S
+    thread.join()
+    server.close()
+
+
+@pytest.mark.parametrize("said", [(1, 1), (0, 0), (2, 1)])
+def test_a_listener_that_sends_too_little_is_refused(said: tuple[int, int]) -> None:
+    """`said`: how many descriptors it says that it sends, and how many it sends."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.bind("\0kvx-ipc-mean")
     server.listen()
@@ -258,7 +348,7 @@ def test_a_listener_that_sends_too_little_is_refused() -> None:
     with server, subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as client:
         connection, _ = server.accept()
         with open("/dev/null") as nothing:
-            socket.send_fds(connection, [(1).to_bytes(2, "little")], [nothing.fileno()])
+            socket.send_fds(connection, [said[0].to_bytes(2, "little")], [nothing.fileno()] * said[1])
         connection.close()
         output, _ = client.communicate(timeout=60)
-    assert "sent 1 descriptors of memory, 2 are needed" in output
+    assert f"sent {said[1]} descriptors of memory, 2 are needed" in output

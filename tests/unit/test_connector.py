@@ -170,6 +170,9 @@ def test_region_tables() -> None:
         found = RegionTable.of(BASE, ranges).holds(np.array([0, offset]), np.array([0, length]))
         assert found is (holds and bool(ranges) and ranges[0][0] == 0), (ranges, offset, length)
     assert RegionTable.of(BASE, [(0, 50)]).holds(np.array([], np.int64), np.array([], np.int64))
+    for base, ranges in ((2**63 + 4096, [(0, 5)]), (BASE, [(2**62, 5)]), (BASE, [(0, 2**62)])):
+        with pytest.raises(LayoutError, match="bytes and more"):
+            RegionTable.of(base, ranges)
     for bad in ([(0, 0)], [(-1, 5)], [(0, 10), (9, 5)]):
         with pytest.raises(LayoutError):
             RegionTable.of(BASE, bad)

@@ -121,7 +121,27 @@ def test_unreadable_entry_points_cost_only_their_own_distribution(
     assert connector_class("good")().name == "good"
     assert "unknown connector 'faulty'; known connectors: " in refusal()
     assert "faulty" not in known_connectors()
-    assert "connectors of distribution faulty-one are left out: its entry_points.txt is unreadable" in caplog.text
+    assert "connectors of distribution faulty_one-1.0.dist-info are left out: its metadata is unreadable" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("metadata", "why"),
+    [(b"Name: \xe9\n", "its metadata is unreadable"), (b"Version: 1\n", "it has no name"), (None, "")],
+)
+def test_unreadable_metadata_costs_only_its_own_distribution(
+    install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture, metadata: bytes | None, why: str
+) -> None:
+    install("faulty-one", FAULTY)
+    install("good-one", GOOD.format(name="good"), name="good")
+    file = tmp_path / "faulty-one" / "faulty_one-1.0.dist-info" / "METADATA"
+    if metadata is None:
+        file.unlink()
+    else:
+        file.write_bytes(metadata)
+    importlib.invalidate_caches()
+    assert connector_class("good")().name == "good"
+    assert "faulty" not in known_connectors()
+    assert f"connectors of distribution faulty_one-1.0.dist-info are left out: {why}" in caplog.text
 
 
 def test_a_stranger_cannot_take_a_name_of_kvx(install: Install) -> None:

@@ -134,7 +134,7 @@ BYTES = ("--kv-cache-memory-bytes=1G",)
 
 @pytest.mark.parametrize(
     ("device", "arguments", "waits"),
-    [("cuda", BYTES, 1), ("cuda", ("--seed", "1"), 4), ("cpu", BYTES, 2)],
+    [("cuda", BYTES, 1), ("cuda", ("--num-gpu-blocks-override", "9"), 4), ("cpu", BYTES, 2)],
 )
 def test_pairs_on_a_gpu_that_measure_nothing_start_at_once(world, settings, device, arguments, waits):
     run = dataclasses.replace(settings.run, device=device, arguments=arguments)
