@@ -125,12 +125,11 @@ class HostPool:
         None when there is nothing to store.
         """
         taken: dict[Hashable, _Entry] = {}
-        for key in keys:
-            if key in self._entries:
-                continue
+        missing = [key for key in dict.fromkeys(keys) if key not in self._entries]
+        for index, key in enumerate(missing):
             block = self._room_for(key, taken)
             if block is None:
-                self.counters.refused += 1
+                self.counters.refused += len(missing) - index
                 break
             taken[key] = self._entries[key] = _Entry(block)
             self._order.insert(key)

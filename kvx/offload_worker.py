@@ -252,12 +252,14 @@ class OffloadWorker:
     def _note_loaded(self, copy: BlockCopy) -> None:
         self.metrics.loaded_bytes += len(copy.host_blocks) * self.host_block_bytes
         self.metrics.loaded_tokens += len(copy.host_blocks) * self._tokens_per_block
-        if not self._verifies or not self._is_current(copy):
+        if not self._verifies:
+            return
+        self.metrics.digests_expected += len(copy.host_blocks)
+        if not self._is_current(copy):
             return
         if self._injector.take(Fault.FLIP_BYTE):
             inject.flip_byte(self._views, self._groups[0], copy.blocks[0][0], 0)
         found = [self._difference(host, blocks) for host, blocks in zip(copy.host_blocks, copy.blocks, strict=True)]
-        self.metrics.digests_expected += len(found)
         self.metrics.digests_checked += len(found)
         for index, difference in enumerate(found):
             if difference is not None:
@@ -289,6 +291,8 @@ class OffloadWorker:
 
     def _sources(self, copy: BlockCopy) -> tuple[int, ...]:
         """The host blocks to load from. With a fault on purpose, once: others than those that were asked for."""
+        if not copy.host_blocks:  # nothing can be loaded, which `_start` says
+            return ()
         first, *rest = copy.host_blocks
         other = (first + 1) % max(1, self.ready_blocks)
         if self._injector.take(Fault.SWAP_BLOCKS):

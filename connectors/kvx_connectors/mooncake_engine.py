@@ -36,6 +36,7 @@ except ImportError as error:
 
 IDENTITY_BYTES = 16
 # An engine's end waits for its listener to look up: once a second, unless told otherwise.
+GIVE_UP_S = 0.1
 LISTENER_LOOKS_UP_S = 0.05
 READ, WRITE = TransferOpcode.Read, TransferOpcode.Write
 
@@ -88,9 +89,13 @@ def _let_it_end_soon(engine: Engine, host: str) -> None:
 
 
 def give_up_reaching(thread: threading.Thread, address: str) -> None:
-    """End the call for a peer that does not answer, by ending its connection: the library would wait for a minute."""
+    """End the call for a peer that does not answer, by ending its connection: the library would wait for a minute.
+
+    One that is still being set up (an address that drops what it gets) cannot be told, and ends by itself in seconds;
+    nothing of ours is registered with its engine.
+    """
     host, _, port = address.rpartition(":")
-    give_up = time.monotonic() + 1.0
+    give_up = time.monotonic() + GIVE_UP_S
     while thread.is_alive() and time.monotonic() < give_up:
         for found in _own_sockets():
             with contextlib.suppress(OSError):  # not connected

@@ -136,7 +136,7 @@ class OffloadScheduler:
         self._stores: dict[str, _Store] = {}
         self._new_loads: list[BlockCopy] = []
         self._external_tokens = 0
-        self._told = self._counters()
+        self._told, self._was_reset = self._counters(), False
 
     @cached_property
     def tokens_per_block(self) -> int:
@@ -146,7 +146,7 @@ class OffloadScheduler:
     @property
     def is_busy(self) -> bool:
         """The engine must keep stepping: a store's end, or the workers' status, waits for a step."""
-        return bool(self._stores or self._loads) or self._counters() != self._told
+        return bool(self._stores or self._loads) or (self._counters() != self._told and not self._was_reset)
 
     @property
     def frees_blocks_soon(self) -> bool:
@@ -189,7 +189,7 @@ class OffloadScheduler:
                     stores.append(store)
         counters = self._counters()
         changed = counters if counters != self._told else None
-        self._told = counters
+        self._told, self._was_reset = counters, False
         return OffloadWork(loads, stores, changed)
 
     def finished(self, request: Any) -> None:
@@ -197,7 +197,7 @@ class OffloadScheduler:
         known = self._requests.pop(request.request_id, None)
         self._unmatch(request.request_id)
         self._failed.discard(request.request_id)
-        if known is not None:
+        if known is not None and known.considered:
             self._pool.renew(self._keys(request, 0, known.considered))
 
     def arrived(self, request_ids: Iterable[str], failed: Iterable[str]) -> None:
@@ -229,6 +229,7 @@ class OffloadScheduler:
         ready_blocks = self._pool.num_blocks
         self._pool.reset()
         self._pool.offer(ready_blocks)
+        self._was_reset = True  # which is no work: vLLM resets an engine that it has paused, and looks whether it idles
 
     def _load(self, request: Any, block_ids: Sequence[Sequence[int]], num_tokens: int) -> BlockCopy:
         """The load of what was matched, or less of it where vLLM wants less."""

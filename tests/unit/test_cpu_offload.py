@@ -139,6 +139,12 @@ def test_blocks_of_an_older_memory_are_refused(world: World) -> None:
     assert world.store("s", [0], [1]).stored == {"s"}
 
 
+def test_a_load_of_nothing_fails_its_own_request(world: World) -> None:
+    """What the engine core asks for when host memory was given up under a request."""
+    world.worker.load(BlockCopy("r", -1, (), ()))
+    assert "generation -1 is asked for" in world.events().unloaded["r"]
+
+
 def test_a_store_that_ended_with_the_cache_is_not_digested_any_more(verifying: World) -> None:
     """The cache's addresses have no memory: reading them would end the process."""
     verifying.worker.store(verifying.copy("s", [0], [1]))

@@ -85,6 +85,14 @@ def test_a_block_in_use_is_never_evicted() -> None:
     assert pool.lookup(["c"]) == 1
 
 
+def test_all_blocks_that_find_no_room_are_counted() -> None:
+    pool = pool_of(2)
+    ticket = pool.store(["a", "b", "c", "d", "a", "e"])
+    assert ticket is not None
+    assert ticket.keys == ("a", "b")
+    assert pool.counters.refused == 3
+
+
 def test_what_is_pinned_and_never_copied_is_no_hit() -> None:
     pool = pool_of(1)
     stored(pool, "a")

@@ -364,6 +364,34 @@ def test_a_host_block_holds_a_block_of_every_group() -> None:
     assert offload.match(other, 4) == 0, "not at the start of a host block"
 
 
+def test_hashes_of_more_tokens_than_a_block_harm_nobody_who_offloads_nothing() -> None:
+    """As with decode context parallelism, which cpu_offload refuses, but which other connectors may be used with."""
+    offload = OffloadScheduler(config(8), eviction="lru", num_ranks=1)
+    offload.bind(BlockPool(hash_block_size=16))
+    asked = Request("r", list(range(40)), hash_size=16)
+    assert offload.match(asked, 0) == 0
+    offload.admitted(asked, [[1, 2, 3, 4, 5]], 0)
+    state = SimpleNamespace(get_block_ids=lambda _: [[1, 2, 3, 4, 5]])
+    offload.take_work(SimpleNamespace(num_scheduled_tokens={"r": 40}, kv_connector_block_state=state))
+    offload.finished(asked)
+
+
+def test_a_reset_is_no_work_and_is_told_with_the_next_step() -> None:
+    """vLLM resets an engine that it pauses, and refuses what comes next when it does not idle then."""
+    engine = Engine()
+    first = request("a", 9)
+    engine.admit(first)
+    (copy,) = engine.step(a=9).stores
+    engine.report({copy.name: 1})
+    engine.step()
+    assert not engine.offload.is_busy
+    engine.offload.reset()
+    assert not engine.offload.is_busy
+    counters = engine.step().counters
+    assert counters is not None
+    assert counters["used"] == 0
+
+
 def test_reports_of_several_ranks_are_joined() -> None:
     joined = RankReport(1, 5, {"a": 1, "b": 1}).merged(RankReport(1, 3, {"a": 1}, {"a"}))
     assert joined == RankReport(1, 3, {"a": 2, "b": 1}, {"a"})
