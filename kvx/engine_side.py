@@ -15,18 +15,21 @@ import torch
 from kvx import inject
 from kvx.connector import Connector, ConnectorState
 from kvx.digest import GroupDigests, digests
-from kvx.errors import ConnectorError, ConnectorStateError
+from kvx.errors import ConnectorError, ConnectorStateError, KVXError
 from kvx.geometry import GroupGeometry
 from kvx.inject import Fault, Injector
 from kvx.metrics import HandoffMetrics
 from kvx.offload import Eviction
 from kvx.peer import EngineInfo, PeerDescriptor
 
+FailurePolicy = Literal["recompute", "fail"]
+
 
 @dataclass(frozen=True)
 class HandoffSettings:
     """Everything a user may set. `verify` takes and compares digests; `inject` is for negative controls only.
 
+    `failure_policy`: what becomes of a request whose hand-off failed; the engine, not the hand-off, acts on it.
     `offload_bytes`: host memory of each rank for connectors that offload.
     """
 
@@ -36,6 +39,7 @@ class HandoffSettings:
     lease_s: float = 30.0
     grace_s: float = 5.0
     transfer_deadline_s: float = 10.0
+    failure_policy: FailurePolicy = "recompute"
     verify: Literal["off", "all"] = "off"
     inject: str | None = None
     offload_bytes: int = 1 << 30
@@ -67,6 +71,8 @@ class HandoffSettings:
         if self.offload_eviction not in get_args(Eviction):
             known = " or ".join(repr(name) for name in get_args(Eviction))
             raise ConnectorError(f"offload_eviction is {self.offload_eviction!r}; it needs {known}")
+        if self.failure_policy not in get_args(FailurePolicy):
+            raise ConnectorError(f"failure_policy is {self.failure_policy!r}; it needs 'recompute' or 'fail'")
         if self.verify not in ("off", "all"):
             raise ConnectorError(f"verify is {self.verify!r}; it needs 'off' or 'all'")
         if self.inject is not None and not isinstance(self.inject, str):
@@ -91,13 +97,29 @@ class Pull:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why a pull failed: the word that it is counted under, the engine that it read from, and the whole story."""
+
+    cause: str
+    peer: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.cause}, engine {self.peer}: {self.text}"
+
+    @classmethod
+    def of(cls, pull: Pull, error: KVXError) -> Failure:
+        return cls(error.cause, f"{pull.remote_engine_id} at {pull.host}:{pull.port}", str(error))
+
+
+@dataclass(frozen=True)
 class HandoffEvents:
     """Request ids, each once. `released` and `expired`: the owner may free the blocks. `failed`: with the cause."""
 
     released: frozenset[str] = frozenset()
     expired: frozenset[str] = frozenset()
     received: frozenset[str] = frozenset()
-    failed: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, Failure] = field(default_factory=dict)
 
 
 class Outbox:
@@ -108,11 +130,11 @@ class Outbox:
         self._released: set[str] = set()
         self._expired: set[str] = set()
         self._received: set[str] = set()
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, Failure] = {}
 
     def put(
         self, *, released: Sequence[str] = (), expired: Sequence[str] = (), received: Sequence[str] = (),
-        failed: Mapping[str, str] | None = None,
+        failed: Mapping[str, Failure] | None = None,
     ) -> None:  # fmt: skip
         with self._changed:
             self._released.update(released)
@@ -227,8 +249,8 @@ class EngineSide:
             ]
         )
 
-    def fail(self, request_id: str, cause: str) -> None:
-        self.outbox.put(failed={request_id: cause})
+    def fail(self, pull: Pull, error: KVXError) -> None:
+        self.outbox.put(failed={pull.request_id: Failure.of(pull, error)})
 
     def receive(self, request_id: str) -> None:
         self.outbox.put(received=[request_id])

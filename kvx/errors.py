@@ -12,8 +12,12 @@ KVXError
  |   +- ConnectorStateError            a connector call in a state that does not allow it
  |   +- PeerMismatch                   the two engines cannot exchange KV: `field`, `ours`, `theirs`
  |   +- HandshakeError                 the side channel got an unreadable, oversized or refused message
+ |   |   +- PeerDead                       the peer's process ended, or closed its connection
+ |   |   +- StaleGeneration                the peer's memory is not what it was when hands were shaken
  |   +- TransferError                  a transfer failed
+ |       +- TransferCancelled              the engine asked for its end
  |       +- TransferTimeout (TimeoutError)  no answer before the deadline
+ |           +- LeaseExpired                   the owner need not have kept the blocks any longer
  +- EngineError                        an engine process did not start, died, or is not a version kvx knows
  +- DatasetError (ValueError)          a question file is missing or malformed: `line` says where
  +- VerificationError                  answers, digests or counters do not agree
@@ -21,9 +25,13 @@ KVXError
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class KVXError(Exception):
-    """Base of all errors of kvx."""
+    """Base of all errors of kvx. `cause`: the word under which a hand-off that it ended is counted."""
+
+    cause: ClassVar[str] = "other"
 
 
 class LayoutError(KVXError, ValueError):
@@ -76,9 +84,13 @@ class ConnectorUnavailable(ConnectorError, ImportError):
 class ConnectorStateError(ConnectorError):
     """A connector call in a state that does not allow it."""
 
+    cause = "cache_changing"
+
 
 class PeerMismatch(ConnectorError):
     """The two engines cannot exchange KV: `field` differs, `ours` here and `theirs` there."""
+
+    cause = "refused"
 
     def __init__(self, field: str, ours: object, theirs: object, what_to_do: str = "start both engines alike") -> None:
         super().__init__(f"{field} differs: here {ours!r}, at the peer {theirs!r}; {what_to_do}")
@@ -90,13 +102,43 @@ class PeerMismatch(ConnectorError):
 class HandshakeError(ConnectorError):
     """The side channel got an unreadable, oversized or refused message, or no answer."""
 
+    cause = "refused"
+
+
+class PeerDead(HandshakeError):
+    """The peer's process ended, or closed its connection."""
+
+    cause = "peer_dead"
+
+
+class StaleGeneration(HandshakeError):
+    """The peer's memory is not what it was when hands were shaken, or when it held the request."""
+
+    cause = "stale_generation"
+
 
 class TransferError(ConnectorError):
     """A transfer failed."""
 
+    cause = "transfer_failed"
+
+
+class TransferCancelled(TransferError):
+    """The engine asked for the end of a pull, as when its request is aborted."""
+
+    cause = "cancelled"
+
 
 class TransferTimeout(TransferError, TimeoutError):
     """A transfer gave no answer before its deadline."""
+
+    cause = "timeout"
+
+
+class LeaseExpired(TransferTimeout):
+    """The owner need not have kept the blocks any longer, so what was read may be something else."""
+
+    cause = "lease_expired"
 
 
 class EngineError(KVXError):
@@ -112,4 +154,6 @@ class DatasetError(KVXError, ValueError):
 
 
 class VerificationError(KVXError):
-    """Answers, digests or counters of a verified run do not agree."""
+    """Answers, digests or counters of a verified run do not agree, or digests of a pull."""
+
+    cause = "digest_mismatch"

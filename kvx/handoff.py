@@ -21,8 +21,8 @@ import torch
 import zmq
 
 from kvx.connector import Connector, ConnectorState
-from kvx.engine_side import EngineSide, HandoffEvents, HandoffSettings, Pull
-from kvx.errors import ConnectorStateError, LayoutError
+from kvx.engine_side import EngineSide, Failure, HandoffEvents, HandoffSettings, Pull
+from kvx.errors import ConnectorStateError, KVXError, LayoutError
 from kvx.geometry import GroupGeometry
 from kvx.handshake import RefusedMessage
 from kvx.holder import Holder
@@ -32,7 +32,7 @@ from kvx.pulls import Puller
 from kvx.region import MemoryRegion
 from kvx.sidechannel import Link, Server
 
-__all__ = ["CacheFollower", "EngineInfo", "HandoffEvents", "HandoffSettings", "HandoffWorker", "Pull"]
+__all__ = ["CacheFollower", "EngineInfo", "Failure", "HandoffEvents", "HandoffSettings", "HandoffWorker", "Pull"]
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +143,10 @@ class HandoffWorker:
             raise ConnectorStateError(f"request {pull.request_id} is being pulled already; take its outcome first")
         self._pulling.add(pull.request_id)
         self._post(lambda: self._puller.start(pull, time.monotonic()))
+
+    def count_failure(self, error: KVXError) -> None:
+        """A pull that `pull` refused, so that the metrics have it too."""
+        self._post(lambda: self._side.metrics.failure(error.cause))
 
     def cancel(self, request_id: str) -> None:
         """Abort a pull; it is reported as failed when its blocks are safe."""

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from kvx.addresses import endpoint_of
-from kvx.errors import HandshakeError
+from kvx.errors import HandshakeError, KVXError, LeaseExpired, StaleGeneration
 from kvx.geometry import GroupGeometry
 from kvx.peer import EngineInfo, PeerDescriptor
 
@@ -106,12 +106,17 @@ class StatusReply(Message):
 
 
 class Refused(Message):
+    """`cause`: a word of `REFUSALS` where one fits."""
+
     reason: str
+    cause: Text = ""
 
 
 Request = Hello | Claim | Digests | Release | Status
 Reply = Welcome | Claimed | DigestPage | StatusReply | Refused
 T = TypeVar("T")
+# What a refusal is to the reader, by its `cause`; any other is a HandshakeError.
+REFUSALS: dict[str, type[KVXError]] = {kind.cause: kind for kind in (LeaseExpired, StaleGeneration)}
 
 
 class _Header(msgspec.Struct):
@@ -161,8 +166,9 @@ def expect(reply: Reply, kind: type[T]) -> T:
     """The reply, if it is of that kind; HandshakeError with the owner's reason when it refused."""
     if isinstance(reply, kind):
         return reply
-    reason = reply.reason if isinstance(reply, Refused) else f"it sent {type(reply).__name__}"
-    raise HandshakeError(f"the owner refused: {reason}")
+    if isinstance(reply, Refused):
+        raise REFUSALS.get(reply.cause, HandshakeError)(f"the owner refused: {reply.reason}")
+    raise HandshakeError(f"the owner refused: it sent {type(reply).__name__}")
 
 
 def _check_envelope(data: bytes) -> int:

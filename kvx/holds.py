@@ -13,10 +13,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import takewhile
 
 from kvx.digest import GroupDigests
-from kvx.errors import HandshakeError
+from kvx.errors import HandshakeError, LeaseExpired, StaleGeneration
 from kvx.handshake import Claim, Claimed, DigestPage, Digests, Message, Refused
 
 KEPT_ENDINGS = 4096
@@ -24,6 +25,18 @@ KEPT_ENDINGS = 4096
 MOST_READERS = 1024
 DigestsFuture = Future[list[GroupDigests]]
 Send = Callable[[bytes, Message], None]
+
+
+class Ending(StrEnum):
+    """How a hold ended, as its late readers are told."""
+
+    RELEASED = "was released: its readers are done"
+    ABORTED = "was aborted by its owner"
+    EXPIRED = "is kept no longer: its lease ran out"
+    CHANGED = "is kept no longer: its owner's cache changed"
+
+
+_CAUSES = {Ending.EXPIRED: LeaseExpired.cause, Ending.CHANGED: StaleGeneration.cause}
 
 
 @dataclass(eq=False)
@@ -70,7 +83,7 @@ class HoldTable:
     is_suspended: bool = False
     holds: dict[str, Hold] = field(default_factory=dict)
     _parked: list[_ParkedClaim] = field(default_factory=list)
-    _endings: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    _endings: OrderedDict[str, Ending] = field(default_factory=OrderedDict)
 
     @property
     def num_held(self) -> int:
@@ -93,9 +106,10 @@ class HoldTable:
         if is_unknown or (hold is not None and hold.is_awaiting_reuse):
             self._parked.append(_ParkedClaim(sender, claim, now + claim.wait_s))
         elif hold is None:
-            self._refuse(sender, claim, f"request {claim.request_id} {self._endings[claim.request_id]}")
+            self._refuse_ended(sender, claim)
         elif self.is_suspended and claim.reader not in hold.readers:
-            self._refuse(sender, claim, f"request {claim.request_id} cannot be read: its owner's cache is changing")
+            reason = f"request {claim.request_id} cannot be read: its owner's cache is changing"
+            self._refuse(sender, claim, reason, StaleGeneration.cause)
         elif len(hold.readers) >= MOST_READERS and claim.reader not in hold.readers:
             self._refuse(sender, claim, f"request {claim.request_id} is being read by {MOST_READERS} pulls already")
         else:
@@ -121,7 +135,7 @@ class HoldTable:
         hold.readers.remove(reader)
         if hold.readers:
             return False
-        self._end(hold, "was released: its readers are done")
+        self._end(hold, Ending.RELEASED)
         return not hold.is_freed
 
     def drop(self, request_id: str) -> bool:
@@ -129,7 +143,7 @@ class HoldTable:
         hold = self.holds.get(request_id)
         if hold is None or hold.readers:
             return False
-        self._end(hold, "was aborted by its owner")
+        self._end(hold, Ending.ABORTED)
         self._refuse_parked(request_id)
         return True
 
@@ -137,7 +151,7 @@ class HoldTable:
         """Requests whose hold has ended by time, for good; parked claims past their time are refused."""
         ended = [hold for hold in self.holds.values() if now >= self._ends(hold)]
         for hold in ended:
-            self._end(hold, "is kept no longer: its lease ran out")
+            self._end(hold, Ending.EXPIRED)
             self._refuse_parked(hold.request_id)
         for parked in [item for item in self._parked if now >= item.until]:
             self._parked.remove(parked)
@@ -152,7 +166,7 @@ class HoldTable:
         self.is_suspended = True
         ended = [hold for hold in self.holds.values() if not hold.readers]
         for hold in ended:
-            self._end(hold, "is kept no longer: its owner's cache changed")
+            self._end(hold, Ending.CHANGED)
             self._refuse_parked(hold.request_id)
         return [hold.request_id for hold in ended if not hold.is_freed]
 
@@ -193,7 +207,7 @@ class HoldTable:
     def _ends(self, hold: Hold) -> float:
         return hold.expires + (self.grace_s if hold.readers else 0.0)
 
-    def _end(self, hold: Hold, ending: str) -> None:
+    def _end(self, hold: Hold, ending: Ending) -> None:
         del self.holds[hold.request_id]
         self._endings[hold.request_id] = ending
         while len(self._endings) > KEPT_ENDINGS:
@@ -202,10 +216,14 @@ class HoldTable:
     def _refuse_parked(self, request_id: str) -> None:
         for parked in [item for item in self._parked if item.claim.request_id == request_id]:
             self._parked.remove(parked)
-            self._refuse(parked.sender, parked.claim, f"request {request_id} {self._endings[request_id]}")
+            self._refuse_ended(parked.sender, parked.claim)
 
-    def _refuse(self, sender: bytes, claim: Claim, reason: str) -> None:
-        self.send(sender, Refused(sequence=claim.sequence, reason=reason))
+    def _refuse(self, sender: bytes, claim: Claim, reason: str, cause: str = "") -> None:
+        self.send(sender, Refused(sequence=claim.sequence, reason=reason, cause=cause))
+
+    def _refuse_ended(self, sender: bytes, claim: Claim) -> None:
+        ending = self._endings[claim.request_id]
+        self._refuse(sender, claim, f"request {claim.request_id} {ending.value}", _CAUSES.get(ending, ""))
 
 
 def stale_covered(holds: Iterable[Hold], new: Hold) -> list[Hold]:

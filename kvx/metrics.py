@@ -13,6 +13,7 @@ KEPT_MISMATCHES = 100
 @dataclass
 class HandoffMetrics:
     """Counters since the start. `released_only`: pulls of no tokens, which only tell the owner to free its blocks.
+    `failures`: `failed` by cause.
 
     Written by the hand-off thread alone; reading them from another one is harmless.
     """
@@ -22,6 +23,7 @@ class HandoffMetrics:
     received: int = 0
     released_only: int = 0
     failed: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
     transfers: int = 0
     bytes: int = 0
     blocks: int = 0
@@ -35,6 +37,11 @@ class HandoffMetrics:
     internal_errors: int = 0
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_DURATIONS))
     spans_s: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=KEPT_DURATIONS))
+
+    def failure(self, cause: str) -> None:
+        """One pull that failed, for a cause that an error of kvx names."""
+        self.failed += 1
+        self.failures[cause] = self.failures.get(cause, 0) + 1
 
     def mismatch(self, request_id: str, layer_group: str, position: int) -> None:
         """One hand-off whose digests differ, first at this token position."""
@@ -51,6 +58,7 @@ class HandoffMetrics:
                 "count": self.transfers,
                 "received": self.received,
                 "failed": self.failed,
+                "failures": dict(self.failures),
                 "released_only": self.released_only,
                 "descriptors": self.descriptors,
                 "by_connector": dict(self.by_connector),

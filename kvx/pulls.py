@@ -22,11 +22,14 @@ import numpy as np
 from kvx.connector import ConnectorState, Op, Transfer, TransferState
 from kvx.engine_side import EngineSide, Pull
 from kvx.errors import (
-    ConnectorError,
     ConnectorStateError,
     HandshakeError,
     KVXError,
+    LeaseExpired,
+    PeerDead,
     PeerMismatch,
+    StaleGeneration,
+    TransferCancelled,
     TransferError,
     TransferTimeout,
 )
@@ -88,7 +91,7 @@ class Puller:
         """A request of the engine's: the pull ends as failed, once its blocks are safe."""
         pull = self._pulls.get(request_id)
         if pull is not None:
-            self._fail(pull, TransferError("cancelled by the engine"))
+            self._fail(pull, TransferCancelled("cancelled by the engine"))
 
     def on_transfer(self, transfer: Transfer) -> None:
         """A transfer of ours became terminal."""
@@ -106,7 +109,7 @@ class Puller:
         owner = self._owners.of_link(link)
         if owner is None:
             return
-        error = HandshakeError(f"engine {link.host}:{link.port} closed its side channel; is it still running?")
+        error = PeerDead(f"engine {link.host}:{link.port} closed its side channel; is it still running?")
         self._fail_each(owner.pulls, error)
         self._owners.remove(owner)
 
@@ -126,14 +129,14 @@ class Puller:
 
     def suspend(self) -> None:
         """Fail what is on its way: the cache is about to change. Transfers in flight end as in `close`."""
-        self._fail_each(self._pulls.values(), ConnectorError("the cache went to sleep or changed; ask again"))
+        self._fail_each(self._pulls.values(), ConnectorStateError("the cache went to sleep or changed; ask again"))
 
     def close(self) -> None:
         """Fail what is on its way and let go of the owners.
 
         A pull whose transfer is in flight ends with that: while `is_moving`, go on polling the connectors.
         """
-        self._fail_each(self._pulls.values(), ConnectorError("the hand-off was closed"))
+        self._fail_each(self._pulls.values(), ConnectorStateError("the hand-off was closed"))
         self._owners.close()
 
     # LOOK UP, GREET
@@ -202,7 +205,7 @@ class Puller:
         theirs = pull.owner.descriptor
         if theirs is None or (claimed.instance, claimed.generation) != (theirs.instance, theirs.generation):
             if pull.times_greeted > 1:
-                raise HandshakeError("the owner's regions change faster than they can be read; ask again")
+                raise StaleGeneration("the owner's regions change faster than they can be read; ask again")
             self._owners.disconnect(pull.owner)
             self._greet_or_claim(pull)
             return
@@ -237,7 +240,7 @@ class Puller:
         if owner.connector is None or owner.peer is None:
             raise HandshakeError("the owner is gone before everything was read")
         if owner.connector.state is not ConnectorState.OPEN:
-            raise ConnectorError(f"connector {owner.connector.name} is closed while the cache changes; ask again")
+            raise ConnectorStateError(f"connector {owner.connector.name} is closed while the cache changes; ask again")
         deadline_s = min(self._side.settings.transfer_deadline_s, max(0.0, pull.kept_until - time.monotonic()))
         pull.connector = owner.connector
         transfer = pull.connector.submit(Op.READ, owner.peer, pull.pieces.pop(0), deadline_s=deadline_s)
@@ -277,7 +280,7 @@ class Puller:
         now = time.monotonic()
         pull.span("move", now)
         if now >= pull.kept_until:
-            raise TransferTimeout("the owner's lease ended before everything was read; what was read may be stale")
+            raise LeaseExpired("the owner's lease ended before everything was read; what was read may be stale")
         if self._side.verifies:
             self._checker.start(pull, now)
         else:
@@ -320,9 +323,10 @@ class Puller:
 
     def _end_failed(self, pull: ActivePull) -> None:
         self._forget(pull)
+        assert pull.cause is not None, "what failed has a cause"
         if pull.spec.num_tokens:
-            self._side.metrics.failed += 1
-        self._side.fail(pull.spec.request_id, str(pull.cause))
+            self._side.metrics.failure(pull.cause.cause)
+        self._side.fail(pull.spec, pull.cause)
 
     def _end_released(self, pull: ActivePull) -> None:
         """It had nothing to move: its claim was only to tell the owner that the blocks are not needed."""

@@ -13,6 +13,8 @@ from ..sizing import STOCK_UTILIZATION
 BRIDGE = "KvxConnector"
 SWITCH = "kvx"
 UTILIZATION_ENVIRONMENT = "KVX_UTILIZATION_GIVEN"
+POLICY_ENVIRONMENT = "KVX_FAILURE_POLICY_GIVEN"
+STOCK_FAILURE_POLICY = "fail"
 
 #: Attention backends that keep no state sized by the whole cache, so that the cache may grow under them, each with the
 #: cache types that this holds for: quantised ones may come with scales for every token of the cache.
@@ -57,16 +59,18 @@ def settings_of(vllm_config: Any) -> Mapping[str, Any]:
     return vllm_config.kv_transfer_config.kv_connector_extra_config or {}
 
 
-def note_utilization(original: Any, arguments: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `EngineArgs.create_engine_config`, the last place where a share that the user gave can be told apart.
+def note_given(original: Any, arguments: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `EngineArgs.create_engine_config`, the last place where what the user gave can be told from defaults.
 
-    vLLM's default is a number like any other, so a share counts as given when it is not that number, or when the
-    command line names the option. Engine processes inherit what is found here through the environment.
+    vLLM's default share is a number like any other, so a share counts as given when it is not that number, or when the
+    command line names the option; its default failure policy likewise. Engine processes inherit what is found here
+    through the environment.
     """
     given = arguments.gpu_memory_utilization != STOCK_UTILIZATION or any(
         word.split("=")[0].replace("_", "-") == "--gpu-memory-utilization" for word in sys.argv
     )
     os.environ[UTILIZATION_ENVIRONMENT] = "1" if given else "0"
+    os.environ[POLICY_ENVIRONMENT] = "1" if any("kv_load_failure_policy" in word for word in sys.argv) else "0"
     return original(arguments, *args, **kwargs)
 
 
@@ -74,6 +78,23 @@ def explicit_utilization(vllm_config: Any) -> float | None:
     """The share of a GPU's memory that the user gave; None where nobody gave one."""
     share: float = vllm_config.cache_config.gpu_memory_utilization
     return share if os.environ.get(UTILIZATION_ENVIRONMENT) == "1" else None
+
+
+def set_failure_policy(vllm_config: Any, policy: str) -> str | None:
+    """Make vLLM's own policy kvx's, which the scheduler reads when it is built; a sentence when the user gave another.
+
+    vLLM's default is `fail`, which only the command line tells from one that was given.
+    """
+    transfer = vllm_config.kv_transfer_config
+    theirs = transfer.kv_load_failure_policy
+    was_given = theirs != STOCK_FAILURE_POLICY or os.environ.get(POLICY_ENVIRONMENT) == "1"
+    transfer.kv_load_failure_policy = policy
+    if theirs == policy or not was_given:
+        return None
+    return (
+        f"kvx: kv_load_failure_policy is {theirs!r} but kvx's failure_policy is {policy!r}, which counts; "
+        "set failure_policy in kv_connector_extra_config."
+    )
 
 
 def reason_for_stock(vllm_config: Any, probes: Iterable[Probe]) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ..errors import EngineError
+from ..handoff import Failure
 from .bridge_offload import RankReport
 from .bridge_scheduler import BridgeScheduler, StepWork
 from .bridge_worker import BridgeWorker
@@ -36,14 +38,20 @@ class KvxMetadata(KVConnectorMetadata):
 
 
 class KvxReport(KVConnectorWorkerMetadata):
-    """What a worker's half tells the scheduler's half after a step; vLLM joins those of all ranks."""
+    """What a worker's half tells the scheduler's half after a step; vLLM joins those of all ranks.
 
-    def __init__(self, report: RankReport) -> None:
+    `report` is None where nothing is offloaded. `failures`: why hand-offs failed, by request.
+    """
+
+    def __init__(self, report: RankReport | None, failures: Mapping[str, Failure]) -> None:
         self.report = report
+        self.failures = failures
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, KvxReport)
-        return KvxReport(self.report.merged(other.report))
+        reports = [report for report in (self.report, other.report) if report is not None]
+        joined = reduce(RankReport.merged, reports) if reports else None
+        return KvxReport(joined, {**other.failures, **self.failures})
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,8 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
+        if isinstance(told, KvxReport):
+            self.scheduler.failed(told.failures)
         self.scheduler.arrived(
             connector_output.finished_recving or (),
             connector_output.failed_recving or (),
@@ -158,8 +168,8 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.store(_work_of(self._get_connector_metadata()))
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self.worker.take_report()
-        return None if report is None else KvxReport(report)
+        report, failures = self.worker.take_report(), self.worker.take_failures()
+        return None if report is None and not failures else KvxReport(report, failures)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         outcome = self.worker.take_outcome()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..handoff import Failure
 from . import settings
 from .bridge_offload import OffloadScheduler, OffloadWork, RankReport
 
@@ -16,6 +17,8 @@ ABSENT = -1
 #: vLLM's BlockPool keeps block 0 back and puts it where a sliding window has let a block go.
 NULL_BLOCK = 0
 LONGEST_HOST = 253
+#: Where a request's `kv_transfer_params` say that it was computed here because its hand-off failed, and why.
+FAILURE = "kvx_failure"
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class BridgeScheduler:
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._tp_size: int = vllm_config.parallel_config.tensor_parallel_size
         self._work = StepWork()
-        self._pulling: set[str] = set()
+        self._pulling: dict[str, dict[str, Any]] = {}  # request -> its kv_transfer_params
         self.offload = OffloadScheduler(
             kv_cache_config,
             eviction=self._settings.offload_eviction,
@@ -125,11 +128,14 @@ class BridgeScheduler:
         if params and params.get("do_remote_prefill"):
             # Once: a hand-off that failed is never offered again.
             params["do_remote_prefill"] = False
+            params.pop(FAILURE, None)  # ours to say
         chosen = self._kv_cache_config.select_transfer_block_ids([list(group) for group in block_ids])
         self.offload.admitted(request, chosen, 0 if remote is not None else num_external_tokens)
         if remote is None:
             return
         first_token = request.num_prompt_tokens - num_external_tokens
+        if num_external_tokens > 0:
+            self._pulling[request.request_id] = params
         self._pull(request.request_id, remote, self._positions(block_ids), first_token, num_external_tokens)
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
@@ -148,17 +154,29 @@ class BridgeScheduler:
         if request.request_id in self._pulling:
             self._work.cancels.append(request.request_id)
             return False, None
+        told = {FAILURE: params[FAILURE]} if FAILURE in params and not params.get("do_remote_decode") else None
         # A prefill that was aborted, or that produced nothing, hands nothing over.
         if not params.get("do_remote_decode") or request.status.name not in (
             "FINISHED_LENGTH_CAPPED",
             "FINISHED_STOPPED",
         ):
-            return False, None
+            return False, told
         return self._hold(request, block_ids)
+
+    def failed(self, failures: Mapping[str, Failure]) -> None:
+        """Why hand-offs have failed; it comes no later than `arrived` of the same requests.
+
+        It goes into the request's own parameters, and from there into its answer where vLLM gives one.
+        """
+        for request_id, failure in failures.items():
+            params = self._pulling.get(request_id)
+            if params is not None:
+                params[FAILURE] = {"cause": failure.cause, "peer": failure.peer}
 
     def arrived(self, request_ids: Iterable[str], failed: Iterable[str], report: RankReport | None) -> None:
         """These pulls and loads have ended, one way or the other; and what the ranks say of their host blocks."""
-        self._pulling.difference_update(request_ids)
+        for request_id in request_ids:
+            self._pulling.pop(request_id, None)
         self.offload.arrived(request_ids, failed)
         if report is not None:
             self.offload.heard(report)
@@ -195,8 +213,6 @@ class BridgeScheduler:
         first_token: int,
         num_tokens: int,
     ) -> None:
-        if num_tokens > 0:
-            self._pulling.add(request_id)
         self._work.pulls.append(
             PullWork(
                 request_id,

@@ -14,7 +14,7 @@ from .. import registry
 from ..cache import CacheState, RegionUser
 from ..connector import Connector
 from ..errors import CacheStateError, ConnectorError, KVXError
-from ..handoff import CacheFollower, EngineInfo, HandoffWorker, Pull
+from ..handoff import CacheFollower, EngineInfo, Failure, HandoffWorker, Pull
 from ..layout import KVCacheLayout, require_block_compact
 from ..offload import HostPool
 from ..offload_worker import OffloadConnector, OffloadEvents, OffloadWorker
@@ -57,7 +57,8 @@ class BridgeWorker:
         self._offload_events = OffloadEvents()
         self._received_tokens = 0
         self._tokens_asked: dict[str, int] = {}
-        self._refused: set[str] = set()
+        self._refused: dict[str, Failure] = {}
+        self._failures: dict[str, Failure] = {}
         self._not_held: set[str] = set()
 
     @property
@@ -141,11 +142,14 @@ class BridgeWorker:
     def take_outcome(self) -> Outcome:
         """What ended since the last step. A pull of no tokens only frees the owner's blocks: vLLM does not wait."""
         events = self.handoff.poll()
-        refused, self._refused = self._refused, set()
+        refused, self._refused = self._refused, {}
         not_held, self._not_held = frozenset(self._not_held), set()
         asked = {r: self._tokens_asked.pop(r, 0) for r in {*events.received, *events.failed, *refused}}
-        for request_id, cause in events.failed.items():
-            logger.warning("kvx: hand-off of request %s failed: %s", request_id, cause)
+        failed = {**events.failed, **refused}
+        for request_id, failure in failed.items():
+            logger.warning("kvx: hand-off of request %s failed: %s", request_id, failure)
+            if asked[request_id]:
+                self._failures[request_id] = failure
         for request_id in events.expired:
             logger.warning("kvx: the hold of request %s ended before anyone read its blocks", request_id)
         self._received_tokens += sum(asked[request_id] for request_id in events.received)
@@ -154,7 +158,7 @@ class BridgeWorker:
         return Outcome(
             sent=events.released | events.expired | not_held,
             received=self._offload_events.loaded | {r for r in events.received if asked[r]},
-            failed=frozenset(self._offload_events.unloaded) | {r for r in {*events.failed, *refused} if asked[r]},
+            failed=frozenset(self._offload_events.unloaded) | {r for r in failed if asked[r]},
         )
 
     def take_report(self) -> RankReport | None:
@@ -168,6 +172,11 @@ class BridgeWorker:
             stored=dict.fromkeys(events.stored | events.unstored, 1),
             unstored=set(events.unstored),
         )
+
+    def take_failures(self) -> dict[str, Failure]:
+        """Why hand-offs have failed, after `take_outcome`, each once."""
+        failures, self._failures = self._failures, {}
+        return failures
 
     def _begin_offload(
         self, connector: OffloadConnector, groups: tuple[Any, ...], kv_caches: Mapping[str, torch.Tensor]
@@ -210,22 +219,21 @@ class BridgeWorker:
         """A hand-off that cannot even begin fails its own request, not the engine."""
         self._tokens_asked[pull.request_id] = pull.num_tokens
         no_blocks: tuple[tuple[int, ...], ...] = tuple(() for _ in self._kv_cache_config.transfer_groups)
+        asked = Pull(
+            request_id=pull.request_id,
+            remote_request_id=pull.remote_request_id,
+            remote_engine_id=pull.remote_engine_id,
+            host=pull.host,
+            port=pull.port + settings.rank_of(self._vllm_config),
+            blocks=pull.blocks or no_blocks,
+            first_token=pull.first_token,
+            num_tokens=pull.num_tokens,
+        )
         try:
-            self.handoff.pull(
-                Pull(
-                    request_id=pull.request_id,
-                    remote_request_id=pull.remote_request_id,
-                    remote_engine_id=pull.remote_engine_id,
-                    host=pull.host,
-                    port=pull.port + settings.rank_of(self._vllm_config),
-                    blocks=pull.blocks or no_blocks,
-                    first_token=pull.first_token,
-                    num_tokens=pull.num_tokens,
-                )
-            )
+            self.handoff.pull(asked)
         except KVXError as error:
-            logger.warning("kvx: hand-off of request %s refused: %s", pull.request_id, error)
-            self._refused.add(pull.request_id)
+            self.handoff.count_failure(error)
+            self._refused[pull.request_id] = Failure.of(asked, error)
 
     @property
     def _tp_rank(self) -> int:

@@ -32,7 +32,7 @@ KNOWN = (
     KnownVersion("0.33", False, "on one H200 a pair answered as one stock server; its negative controls have not run"),
 )
 
-#: Every function of vLLM that the seam wraps, calls or overrides.
+#: Every function of vLLM that the seam wraps, calls, overrides or counts on, and every field that it sets.
 TOUCHED = (
     "vllm.v1.engine.core:EngineCore._initialize_kv_caches",
     "vllm.v1.engine.core:EngineCore.collective_rpc",
@@ -100,7 +100,11 @@ TOUCHED = (
     "vllm.v1.core.block_pool:BlockPool.touch",
     "vllm.v1.core.block_pool:BlockPool.free_blocks",
     "vllm.v1.core.sched.output:KVConnectorBlockState.get_block_ids",
+    "vllm.v1.core.sched.scheduler:Scheduler._handle_failed_recving",
+    "vllm.config.kv_transfer:KVTransferConfig.kv_load_failure_policy",
 )
+#: What is recorded of a field of one of vLLM's configurations.
+FIELD = "field"
 
 
 def release_of(version: str) -> str:
@@ -160,6 +164,8 @@ def live_signature(target: str) -> str | None:
     module_name, _, qualified = target.partition(":")
     found: object = importlib.import_module(module_name)
     for part in qualified.split("."):
+        if part in getattr(found, "__dataclass_fields__", ()):
+            return FIELD
         found = getattr(found, part, None)
         if found is None:
             return None
@@ -183,13 +189,22 @@ def source_signature(root: Path, target: str) -> str | None:
     scope: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
     found: ast.stmt | None = None
     for part in qualified.split("."):
-        found = next((n for n in scope if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part), None)
+        found = next((n for n in scope if _name_of(n) == part), None)
         if found is None:
             package = module_name if path.name == "__init__.py" else module_name.rpartition(".")[0]
             home = _imported_from(scope, part, package)
             return None if home is None else source_signature(root, f"{home}:{qualified}")
+        if isinstance(found, ast.AnnAssign):
+            return FIELD
         scope = found.body if isinstance(found, ast.ClassDef) else []
     return _spell_arguments(found.args) if isinstance(found, ast.FunctionDef) else None
+
+
+def _name_of(node: ast.stmt) -> str | None:
+    """Of a class, a function or an annotated field."""
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return node.target.id
+    return node.name if isinstance(node, ast.ClassDef | ast.FunctionDef) else None
 
 
 def _imported_from(scope: Iterable[ast.stmt], name: str, package: str) -> str | None:

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from ..errors import EngineError
-from . import activation, allocation, compat, parking
+from . import activation, allocation, compat, parking, settings
 from .device import GRANULARITY_BYTES, Measurement
 
 logger = logging.getLogger("vllm.kvx")
@@ -21,6 +21,7 @@ def initialize_kv_caches(original: Any, core: Any, vllm_config: Any) -> Any:
 
     Raises:
         EngineError: this vLLM is not one that kvx knows.
+        ConnectorError: the bridge's settings are wrong.
         SizingError: what is left after warm-up cannot hold one request of `max_model_len`.
     """
     if not activation.is_asked(vllm_config):
@@ -30,6 +31,10 @@ def initialize_kv_caches(original: Any, core: Any, vllm_config: Any) -> Any:
     known = compat.check_seam(vllm.__version__, vllm_config.device_config.device_type)
     if not known.proven:
         logger.warning("kvx: vLLM %s is known but not proven yet: %s", vllm.__version__, known.shown)
+    if activation.bridge_configured(vllm_config):
+        contradiction = activation.set_failure_policy(vllm_config, settings.from_vllm(vllm_config).failure_policy)
+        if contradiction is not None:
+            logger.warning("%s", contradiction)
     reason = activation.reason_for_stock(vllm_config, core.collective_rpc("kvx_probe"))
     if reason is not None:
         return _start_stock(original, core, vllm_config, reason)

@@ -50,7 +50,7 @@ TARGETS = (
     Target("vllm.v1.engine.core", "get_kv_cache_configs", _lazy("core_side", "plan_capacity")),
     Target("vllm.v1.engine.core", "update_kv_cache_capacity", _lazy("core_side", "update_capacity")),
     Target("vllm.v1.worker.cpu_worker", "CPUWorker.__init__", _lazy("worker_side", "construct_cpu_worker")),
-    Target("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _lazy("activation", "note_utilization")),
+    Target("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _lazy("activation", "note_given")),
     Target(WORKER_MODULE, "Worker.init_device", _lazy("worker_side", "init_gpu")),
     Target(WORKER_MODULE, "request_memory", _lazy("worker_side", "request_memory")),
     Target(WORKER_MODULE, "Worker.determine_available_memory", _lazy("worker_side", "determine_memory")),

@@ -130,7 +130,8 @@ class Engine:
             "released": set(events.released),
             "expired": set(events.expired),
             "received": set(events.received),
-            "failed": dict(events.failed),
+            "failed": {name: failure.text for name, failure in events.failed.items()},
+            "causes": {name: failure.cause for name, failure in events.failed.items()},
         }
 
     def status(self) -> dict[str, Any]:
@@ -274,7 +275,7 @@ class Engine:
 
     def close_worker(self) -> dict[str, str]:
         self.worker.close()
-        return dict(self.worker.poll().failed)
+        return {name: failure.text for name, failure in self.worker.poll().failed.items()}
 
     def close(self) -> None:
         self.worker.close()

@@ -20,6 +20,38 @@ def engines(start_engines: StartEngines, **owner: object) -> tuple[Remote, Remot
     return prefill, decode
 
 
+def test_one_that_fails_leaves_the_others_of_its_engine_alone(start_engines: StartEngines) -> None:
+    """Three owners: one stopped, one killed, one well, whose hand-offs go on while the others' fail."""
+    owners = start_engines(*(EngineConfig(name, settings=QUICK) for name in ("well", "stopped", "killed")))
+    (reader,) = start_engines(EngineConfig("decode", settings=QUICK))
+    well, stopped, killed = owners
+    for seed, owner in enumerate(owners):
+        hand_off(owner, reader, 40, seed * 10)
+    stopped.hold("s", [[1]], 16)
+    stopped.signal(signal.SIGSTOP)
+    pull(reader, stopped, "s", [[90]], 0, 16)
+    pull(reader, killed, "k", [[91]], 0, 16)  # parked there: it holds no such request
+    blocks, causes = [[3, 4, 5]], dict[str, str]()
+    for index in range(200):
+        well.fill(blocks, 40, index)
+        well.hold(f"w{index}", blocks, 40)
+        pull(reader, well, f"w{index}", [[6, 7, 8]], 0, 40)
+        if index == 5:
+            killed.stop()
+        received: set[str] = set()
+        while not received:
+            events = reader.events(5)
+            received |= events["received"]
+            causes |= events["causes"]
+        assert received == {f"w{index}"}
+        assert reader.read([[6, 7, 8]], 0, 40) == well.read(blocks, 0, 40)
+        if len(causes) == 2 and index > 10:
+            break
+    assert causes == {"k": "peer_dead", "s": "timeout"}
+    assert reader.status()["transfer"]["failures"] == {"peer_dead": 1, "timeout": 1}
+    assert reader.status()["side_channel"]["internal_errors"] == 0
+
+
 def failure(reader: Remote, request_id: str = "r", timeout_s: float = 5.0) -> str:
     events = reader.events(timeout_s)
     assert list(events["failed"]) == [request_id], events

@@ -15,7 +15,7 @@ from test_pulls import LAYER
 
 from kvx import engine_side
 from kvx.errors import ConnectorStateError
-from kvx.handoff import CacheFollower, HandoffSettings, HandoffWorker, Pull
+from kvx.handoff import CacheFollower, Failure, HandoffSettings, HandoffWorker, Pull
 from kvx.handshake import Claim, Claimed, Hello, Message, Refused, Release, Reply, Welcome, decode_reply, encode
 
 VIEWS = {"a": torch.zeros(100, 1, 16, 8)}
@@ -56,7 +56,9 @@ def test_a_request_is_pulled_again_only_after_its_outcome_was_taken(worker: Hand
         worker.pull(a_pull(worker.port))
     worker.cancel("r")
     assert worker.wait(5)
-    assert dict(worker.poll().failed) == {"r": "cancelled by the engine"}
+    assert worker.poll().failed == {
+        "r": Failure("cancelled", f"e at 127.0.0.1:{worker.port}", "cancelled by the engine")
+    }
     worker.pull(a_pull(worker.port))
 
 
@@ -109,7 +111,7 @@ def test_a_changing_cache_ends_holds_and_pulls_and_takes_no_new_ones(worker: Han
     assert time.monotonic() - began < 0.9
     events = worker.poll()
     assert events.expired == {"h"}
-    assert "the cache went to sleep or changed" in events.failed["p"]
+    assert "the cache went to sleep or changed" in events.failed["p"].text
     for refused in (lambda: worker.hold("h2", [[1]], 16), lambda: worker.pull(a_pull(9, request_id="p2"))):
         with pytest.raises(ConnectorStateError, match="asleep or changing"):
             refused()

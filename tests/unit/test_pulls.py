@@ -110,7 +110,7 @@ class Pair:
     def failure(self) -> str:
         events = self.events()
         assert events.received == frozenset()
-        return dict(events.failed)["r"]
+        return events.failed["r"].text
 
     def _open_link(self, host: str, port: int, address: str) -> FakeLink:
         self.links.append(FakeLink(host, port, address))
@@ -195,7 +195,7 @@ def test_a_lost_owner_fails_what_waits_and_drains_what_moves() -> None:
     transfer = pair.moving()
     pair.start(request_id="waiting")
     pair.puller.on_link_lost(pair.link)  # type: ignore[arg-type]
-    assert "closed its side channel" in dict(pair.events().failed)["waiting"]
+    assert "closed its side channel" in pair.events().failed["waiting"].text
     pair.finish(transfer)
     assert "closed its side channel" in pair.failure()
     assert pair.links[0].is_closed
@@ -379,7 +379,7 @@ def test_digests_that_nobody_compared_are_a_failure(
     monkeypatch.setattr(digest_check, "wanted_ranges", lambda *given: ranges(*given)[kept])
     pair = Pair(verify=True)
     failed = verified(pair).failed
-    assert f"only {compared} of 24 digests" in failed["r"]
+    assert f"only {compared} of 24 digests" in failed["r"].text
     assert (pair.side.metrics.digests_expected, pair.side.metrics.digests_checked) == (24, compared)
 
 
@@ -407,7 +407,7 @@ def test_a_name_is_looked_up_while_others_go_on(monkeypatch: pytest.MonkeyPatch)
     pair.finish(pair.moving())
     assert pair.events().received == {"r"}, "nobody waits for the name's answer"
     pair.puller.cancel("given up")
-    assert "cancelled" in dict(pair.events().failed)["given up"]
+    assert "cancelled" in pair.events().failed["given up"].text
     answer.set()
     pair.notes.get(timeout=20)()
     assert (pair.link.host, pair.link.address) == ("name", "10.0.0.2")
