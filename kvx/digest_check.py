@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,10 @@ from kvx.digest import DIGEST_BYTES, GroupDigests, first_difference
 from kvx.errors import HandshakeError
 from kvx.geometry import GroupGeometry
 from kvx.handshake import DIGEST_PAGE_BYTES, Digests
+
+# Of each layer group of a hold, at most: a bound on what verifying costs, however long the prompt.
+SAMPLED_BLOCKS = 4
+_ALL = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class DigestCheck:
     """One hand-off's check: of the tokens that were wanted, and the heads that both sides hold.
 
     `expected`: one digest for each wanted token and head of ours, counted apart from what is asked for and compared.
+    `blocks`: ours, of which digests are to be taken.
     """
 
     def __init__(
@@ -36,13 +42,20 @@ class DigestCheck:
         num_tokens: int,
         ours: Sequence[GroupGeometry],
         theirs: Sequence[GroupGeometry],
+        sampled_of_tokens: int | None = None,
     ) -> None:
+        """`sampled_of_tokens`: only the sample is checked that the owner takes of so many tokens; None: everything."""
+        samples = [
+            [(0, _ALL)] if sampled_of_tokens is None else sampled_ranges(remote_request_id, group, sampled_of_tokens)
+            for group in theirs
+        ]
+        self.blocks = [sampled_blocks(*given) for given in zip(blocks, ours, samples, strict=True)]
         self._first_token = first_token
         self._ours = ours
         self._own: list[GroupDigests] | None = None
         self.expected = sum(
-            group.heads.count * _wanted_tokens(of_group, group, first_token, num_tokens)
-            for group, of_group in zip(ours, blocks, strict=True)
+            group.heads.count * _wanted_tokens(of_group, group, first_token, num_tokens, sample)
+            for group, of_group, sample in zip(ours, blocks, samples, strict=True)
         )
         self._pages: dict[tuple[int, int], tuple[Digests, bytes]] = {}
         self._first_head = [
@@ -52,7 +65,13 @@ class DigestCheck:
         self.asks = [
             ask
             for index, (our_group, their_group) in enumerate(zip(ours, theirs, strict=True))
-            for ask in _pages(remote_request_id, index, our_group, their_group, blocks[index], first_token, num_tokens)
+            for ask in _pages(
+                remote_request_id,
+                index,
+                our_group,
+                their_group,
+                _within(wanted_ranges(blocks[index], our_group, first_token, num_tokens), samples[index]),
+            )
         ]
 
     def add_own(self, own: list[GroupDigests]) -> None:
@@ -88,14 +107,33 @@ class DigestCheck:
         return Finding(checked, mismatched, first)
 
 
+def sampled_ranges(request_id: str, owner: GroupGeometry, num_tokens: int) -> list[tuple[int, int]]:
+    """[first, end) token ranges of a hold's sample: its last block, which every pull reads, and a few others.
+
+    The same for whoever knows the request's id, the owner's block size, and how many tokens are held.
+    """
+    size, end = owner.block_size_tokens, owner.covered_tokens(num_tokens)
+    count = -(-end // size)
+    rng = random.Random(request_id)  # of a text: the same in every process
+    positions = {count - 1, *rng.sample(range(count), min(count, SAMPLED_BLOCKS - 1))} if count else set()
+    return [(position * size, min(end, (position + 1) * size)) for position in sorted(positions)]
+
+
+def sampled_blocks(blocks: Sequence[int], group: GroupGeometry, ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """The block list with -1 where a block has no token of `ranges`."""
+    size = group.block_size_tokens
+    return [
+        block if any(start < (position + 1) * size and position * size < end for start, end in ranges) else -1
+        for position, block in enumerate(blocks)
+    ]
+
+
 def _pages(
     request_id: str,
     index: int,
     ours: GroupGeometry,
     theirs: GroupGeometry,
-    blocks: Sequence[int],
-    first_token: int,
-    num_tokens: int,
+    ranges: Sequence[tuple[int, int]],
 ) -> list[Digests]:
     head = max(ours.heads.start, theirs.heads.start)
     num_heads = min(ours.heads.end, theirs.heads.end) - head
@@ -112,15 +150,30 @@ def _pages(
             head_start=head - theirs.heads.start,
             head_count=num_heads,
         )
-        for first, end in wanted_ranges(blocks, ours, first_token, num_tokens)
+        for first, end in ranges
         for start in range(first, end, page_tokens)
     ]
 
 
-def _wanted_tokens(blocks: Sequence[int], group: GroupGeometry, first_token: int, num_tokens: int) -> int:
+def _within(ranges: Sequence[tuple[int, int]], sample: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [
+        (max(first, low), min(end, high)) for first, end in ranges for low, high in sample if first < high and low < end
+    ]
+
+
+def _wanted_tokens(
+    blocks: Sequence[int],
+    group: GroupGeometry,
+    first_token: int,
+    num_tokens: int,
+    sample: Sequence[tuple[int, int]],
+) -> int:
     tokens = np.arange(first_token, group.covered_tokens(first_token + num_tokens))
     ids = np.asarray(blocks, dtype=np.int64)[tokens // group.block_size_tokens]
-    return int((ids >= 0).sum())
+    is_sampled = np.zeros(len(tokens), dtype=bool)
+    for low, high in sample:
+        is_sampled |= (tokens >= low) & (tokens < high)
+    return int(((ids >= 0) & is_sampled).sum())
 
 
 def wanted_ranges(

@@ -20,14 +20,15 @@ from kvx.geometry import GroupGeometry
 from kvx.inject import Fault, Injector
 from kvx.metrics import HandoffMetrics
 from kvx.offload import Eviction
-from kvx.peer import EngineInfo, PeerDescriptor
+from kvx.peer import EngineInfo, PeerDescriptor, VerifyMode
 
 FailurePolicy = Literal["recompute", "fail"]
 
 
 @dataclass(frozen=True)
 class HandoffSettings:
-    """Everything a user may set. `verify` takes and compares digests; `inject` is for negative controls only.
+    """Everything a user may set. `verify` takes and compares digests, of all or of a sample of
+    each pull's blocks; `inject` is for negative controls only.
 
     `failure_policy`: what becomes of a request whose hand-off failed; the engine, not the hand-off, acts on it.
     `offload_bytes`: host memory of each rank for connectors that offload.
@@ -40,7 +41,7 @@ class HandoffSettings:
     grace_s: float = 5.0
     transfer_deadline_s: float = 10.0
     failure_policy: FailurePolicy = "recompute"
-    verify: Literal["off", "all"] = "off"
+    verify: VerifyMode = "off"
     inject: str | None = None
     offload_bytes: int = 1 << 30
     offload_eviction: Eviction = "lru"
@@ -73,12 +74,14 @@ class HandoffSettings:
             raise ConnectorError(f"offload_eviction is {self.offload_eviction!r}; it needs {known}")
         if self.failure_policy not in get_args(FailurePolicy):
             raise ConnectorError(f"failure_policy is {self.failure_policy!r}; it needs 'recompute' or 'fail'")
-        if self.verify not in ("off", "all"):
-            raise ConnectorError(f"verify is {self.verify!r}; it needs 'off' or 'all'")
+        if self.verify not in get_args(VerifyMode):
+            raise ConnectorError(f"verify is {self.verify!r}; it needs 'off', 'sample' or 'all'")
         if self.inject is not None and not isinstance(self.inject, str):
             raise ConnectorError(f"inject is {self.inject!r}; it needs the name of a fault, or nothing")
-        if self.inject is not None and self.verify == "off":
-            raise ConnectorError(f"inject is {self.inject!r} but verify is 'off': nothing would notice; set verify")
+        if self.inject is not None and self.verify != "all":
+            raise ConnectorError(
+                f"inject is {self.inject!r} but verify is {self.verify!r}: nobody may notice; set verify to 'all'"
+            )
         Injector(self.inject)
 
 
@@ -187,7 +190,7 @@ class EngineSide:
 
     @property
     def verifies(self) -> bool:
-        return self.settings.verify == "all"
+        return self.settings.verify != "off"
 
     def new_reader_name(self) -> str:
         """A name for one pull, which no other pull of any engine has."""
@@ -214,7 +217,7 @@ class EngineSide:
             layout=self.layout,
             groups=self.groups,
             num_blocks=self.num_blocks,
-            digests=self.verifies,
+            verify=self.settings.verify,
             connectors={connector.name: connector.metadata() for connector in opened},
         )
 

@@ -21,6 +21,7 @@ import torch
 import zmq
 
 from kvx.connector import Connector, ConnectorState
+from kvx.digest_check import sampled_blocks, sampled_ranges
 from kvx.engine_side import EngineSide, Failure, HandoffEvents, HandoffSettings, Pull
 from kvx.errors import ConnectorStateError, KVXError, LayoutError
 from kvx.geometry import GroupGeometry
@@ -121,7 +122,7 @@ class HandoffWorker:
         kept = tuple(tuple(int(block) for block in of_group) for of_group in blocks)
         hold = Hold(request_id, kept, num_tokens, expires)
         if self._side.verifies:
-            hold.digests = self._side.take_digests(kept, 0, num_tokens)
+            hold.digests = self._side.take_digests(self._digested(hold), 0, num_tokens)
         self._post(lambda: self._holder.add(hold))
         if hold.digests is not None:  # after the note above, so that it is also seen after it
             hold.digests.add_done_callback(lambda _: self._post(lambda: self._holder.on_digests(hold)))
@@ -205,6 +206,15 @@ class HandoffWorker:
         with self._wake_lock:
             os.close(self._wake_fd)
             self._wake_fd = -1
+
+    def _digested(self, hold: Hold) -> Sequence[Sequence[int]]:
+        """The blocks of a hold that digests are taken of."""
+        if self._settings.verify == "all":
+            return hold.blocks
+        return [
+            sampled_blocks(of_group, group, sampled_ranges(hold.request_id, group, hold.num_tokens))
+            for group, of_group in zip(self._side.groups, hold.blocks, strict=True)
+        ]
 
     def _require_open(self) -> None:
         if self._thread is None:

@@ -14,7 +14,7 @@ import zmq
 from kvx.addresses import endpoint_of
 from kvx.errors import HandshakeError, KVXError, LeaseExpired, StaleGeneration
 from kvx.geometry import GroupGeometry
-from kvx.peer import EngineInfo, PeerDescriptor
+from kvx.peer import EngineInfo, PeerDescriptor, VerifyMode
 
 PROTOCOL_VERSION = 1
 # A claim reply of a million blocks and a page of digests fit; a request never comes near it.
@@ -46,7 +46,7 @@ class Welcome(Message):
     layout: Text
     groups: list[dict[str, Any]]
     num_blocks: Count
-    digests: bool
+    verify: VerifyMode
     connectors: dict[str, bytes]
 
 
@@ -196,7 +196,7 @@ def welcome(sequence: int, ours: PeerDescriptor) -> Welcome:
         layout=ours.layout,
         groups=[group.to_wire() for group in ours.groups],
         num_blocks=ours.num_blocks,
-        digests=ours.digests,
+        verify=ours.verify,
         connectors=dict(ours.connectors),
     )
 
@@ -210,7 +210,7 @@ def descriptor(message: Welcome) -> PeerDescriptor:
         layout=message.layout,
         groups=tuple(GroupGeometry.from_wire(group) for group in message.groups),
         num_blocks=message.num_blocks,
-        digests=message.digests,
+        verify=message.verify,
         connectors=message.connectors,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import msgspec
 import numpy as np
@@ -31,13 +32,18 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     pp_size: int = 1
 
 
+VerifyMode = Literal["off", "sample", "all"]
+_MODES = get_args(VerifyMode)
 # Ranks and tensor parallel sizes may differ, where one owner holds all heads of the reader.
 COMPARED_FIELDS = ("model", "dtype", "kv_cache_dtype", "pp_rank", "pp_size")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerDescriptor:
-    """What an engine says of itself in the handshake. `instance` is new with every start of its process."""
+    """What an engine says of itself in the handshake. `instance` is new with every start of its process.
+
+    `verify`: of what it holds it takes digests of nothing, of a sample, or of all; the reader may ask for less.
+    """
 
     info: EngineInfo
     instance: str
@@ -45,7 +51,7 @@ class PeerDescriptor:
     layout: str
     groups: tuple[GroupGeometry, ...]
     num_blocks: int
-    digests: bool
+    verify: VerifyMode
     connectors: Mapping[str, bytes]
 
 
@@ -66,8 +72,8 @@ def require_compatible(ours: PeerDescriptor, theirs: PeerDescriptor) -> None:
             found.append(missing[0])
             if ours.info.tp_size != theirs.info.tp_size:
                 found.append(Difference("tp_size", ours.info.tp_size, theirs.info.tp_size))
-    if ours.digests and not theirs.digests:
-        found.append(Difference("verify", "all", "off"))
+    if _MODES.index(ours.verify) > _MODES.index(theirs.verify):
+        found.append(Difference("verify", ours.verify, theirs.verify))
     require_equal(found)
 
 

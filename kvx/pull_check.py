@@ -31,12 +31,13 @@ class Checker:
         self._side.injected_flip(spec.blocks, spec.first_token, spec.num_tokens)
         pull.phase, pull.deadline = Phase.CHECK, now + self._side.settings.transfer_deadline_s
         check = DigestCheck(
-            spec.remote_request_id, spec.blocks, spec.first_token, spec.num_tokens, self._side.groups, theirs.groups
-        )
+            spec.remote_request_id, spec.blocks, spec.first_token, spec.num_tokens, self._side.groups, theirs.groups,
+            pull.held_tokens if self._side.settings.verify == "sample" else None,
+        )  # fmt: skip
         self._side.metrics.digests_expected += check.expected
         for ask in check.asks:
             pull.owner.link.ask(ask, partial(self._on_page, pull, check, ask))
-        future = self._side.take_digests(spec.blocks, spec.first_token, spec.num_tokens)
+        future = self._side.take_digests(check.blocks, spec.first_token, spec.num_tokens)
         future.add_done_callback(lambda done: self._side.post(partial(self._on_own_digests, pull, check, done)))
 
     def _on_page(self, pull: ActivePull, check: DigestCheck, ask: Digests, reply: Reply) -> None:

@@ -63,6 +63,7 @@ class ActivePull:
     claim_sent: float = 0.0
     kept_until: float = 0.0
     has_claimed: bool = False
+    held_tokens: int = 0
     times_greeted: int = 0
     connector: Connector | None = None  # that moves `transfers`
     transfers: list[Transfer] = field(default_factory=list)

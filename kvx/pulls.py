@@ -211,7 +211,7 @@ class Puller:
             return
         now = time.monotonic()
         pull.span("claim", now)
-        pull.kept_until = pull.claim_sent + claimed.left_s
+        pull.kept_until, pull.held_tokens = pull.claim_sent + claimed.left_s, claimed.num_tokens
         if pull.spec.num_tokens == 0:
             self._end_released(pull)
         else:

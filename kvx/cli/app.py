@@ -90,6 +90,9 @@ def verify_command(
         bool, typer.Option(help="Fail when answers differ; without, judge the moved bytes only.")
     ] = True,
     inject: Annotated[str | None, typer.Option(help="A fault on purpose: flip-byte, swap-blocks or stale.")] = None,
+    expect_fallbacks: Annotated[
+        int, typer.Option(min=0, help="Exactly so many hand-offs must fail and be computed again.")
+    ] = 0,
     offload_mib: Annotated[
         int | None, typer.Option(min=1, help="MiB of host memory to offload to; by default what the questions need.")
     ] = None,
@@ -146,6 +149,7 @@ def verify_command(
         max_tokens=max_tokens,
         concurrency=concurrency,
         judge_answers=judge_answers,
+        expect_fallbacks=expect_fallbacks,
         logs=logs,
     )
     with ConsoleProgress(_progress) as progress:

@@ -34,6 +34,7 @@ class VerifySettings:
     max_tokens: int = 128
     concurrency: int = 4
     judge_answers: bool = True
+    expect_fallbacks: int = 0
     logs: Path | None = None
 
 
@@ -67,6 +68,7 @@ def verify(settings: VerifySettings, progress: Progress) -> dict[str, Any]:
             judge_answers=settings.judge_answers,
             offloads=bool(settings.run.offloading),
             hands_off=settings.run.hands_off,
+            expected_fallbacks=settings.expect_fallbacks,
         )
         candidate = findings.candidate
         peak_bytes = servers.peak_memory_bytes
@@ -203,4 +205,5 @@ def _described(settings: VerifySettings) -> dict[str, Any]:
         "max_tokens": settings.max_tokens,
         "concurrency": settings.concurrency,
         "answers_judged": settings.judge_answers,
+        "expected_fallbacks": settings.expect_fallbacks,
     }

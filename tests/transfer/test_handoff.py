@@ -81,6 +81,31 @@ def test_every_prompt_length_arrives_byte_for_byte(start_engines: StartEngines, 
     owner.close()
 
 
+def test_a_sample_is_bounded_and_finds_what_changed_under_a_hold(start_engines: StartEngines) -> None:
+    sample = {**VERIFY, "verify": "sample"}
+    owner, reader = start_engines(
+        EngineConfig("prefill", settings=sample, layout="LBNHC"),
+        EngineConfig("decode", settings=sample, block_size_tokens=32),
+    )
+    hand_off(owner, reader, 1000, 1)
+    digests = reader.status()["digests"]
+    assert digests["checked"] == digests["expected"] <= 4 * 16 * 2, "4 blocks of 16 tokens, 2 heads"
+    hand_off(owner, reader, 40, 10, first_token=32)
+    assert reader.status()["digests"]["checked"] >= digests["checked"] + 8 * 2, "the last block is always in it"
+
+    owner.fill([[1, 2, 3]], 48, 5)
+    owner.hold("r", [[1, 2, 3]], 48)
+    owner.events(0.5)  # its digests have been taken
+    owner.fill([[3]], 16, 6)
+    pull(reader, owner, "r", [[7, 8]], 0, 48)
+    events = reader.events(20)
+    assert events["causes"] == {"r": "digest_mismatch"}
+    assert "in layer group full, first at position 32" in events["failed"]["r"]
+    assert reader.status()["transfer"]["failures"] == {"digest_mismatch": 1}
+    assert owner.events(5)["released"] == {"r"}
+    hand_off(owner, reader, 100, 3)
+
+
 def test_groups_with_absent_blocks_move_what_is_wanted(start_engines: StartEngines) -> None:
     """A sliding window group keeps only the last blocks of a prompt, on both sides."""
     owner, reader = start_engines(

@@ -34,7 +34,7 @@ GROUP = GroupGeometry(
 )  # fmt: skip
 INFO = EngineInfo(engine_id="e", model="m", dtype="float32", kv_cache_dtype="auto")
 OURS = PeerDescriptor(
-    info=INFO, instance="i", generation=2, layout="LBHNC", groups=(GROUP,), num_blocks=10, digests=False,
+    info=INFO, instance="i", generation=2, layout="LBHNC", groups=(GROUP,), num_blocks=10, verify="off",
     connectors={"nixl": b"\x00\xff"},
 )  # fmt: skip
 
@@ -125,8 +125,8 @@ def test_every_difference_is_named() -> None:
     with pytest.raises(PeerMismatch, match="model, dtype, layer groups differs"):
         require_compatible(OURS, theirs)
     with pytest.raises(PeerMismatch, match="verify differs"):
-        require_compatible(dataclasses.replace(OURS, digests=True), OURS)
-    require_compatible(OURS, dataclasses.replace(OURS, digests=True))
+        require_compatible(dataclasses.replace(OURS, verify="all"), OURS)
+    require_compatible(OURS, dataclasses.replace(OURS, verify="all"))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_difference_of_a_layer_group_is_named_at_the_handshake(change: dict[st
 
 def test_differences_of_engines_and_groups_are_named_together() -> None:
     packed = dataclasses.replace(GROUP, page_format="halves")
-    ours = dataclasses.replace(OURS, groups=(packed,), digests=True)
+    ours = dataclasses.replace(OURS, groups=(packed,), verify="all")
     other = dataclasses.replace(
         packed, layers=("a", "c"), block_size_tokens=32, kernel_block_size_tokens=32, block_stride_bytes=2048,
         head_stride_bytes=1024,

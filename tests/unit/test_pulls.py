@@ -68,8 +68,8 @@ class Pair:
         theirs = FakeConnector()
         theirs.open([region(0, 100 * 512, base=2 * BASE)], 1)
         self.theirs = PeerDescriptor(
-            info=INFO, instance="i", generation=1, layout="LBHNC", groups=(LAYER,), num_blocks=100, digests=verify,
-            connectors={"fake": theirs.metadata()},
+            info=INFO, instance="i", generation=1, layout="LBHNC", groups=(LAYER,), num_blocks=100,
+            verify="all" if verify else "off", connectors={"fake": theirs.metadata()},
         )  # fmt: skip
 
     @property

@@ -93,7 +93,7 @@ def test_only_some_connectors_need_memory_of_a_special_kind(monkeypatch: pytest.
         ("lease_s", "30", "lease_s is '30'"),
         ("transfer_deadline_s", -1, "transfer_deadline_s is -1"),
         ("grace_s", float("nan"), "grace_s is nan"),
-        ("verify", "some", "verify is 'some'; it needs 'off' or 'all'"),
+        ("verify", "some", "verify is 'some'; it needs 'off', 'sample' or 'all'"),
         ("side_channel_port", 70000, "side_channel_port is 70000"),
         ("side_channel_port", True, "side_channel_port is True"),
         ("side_channel_host", "", "side_channel_host is ''; it needs an address of this machine"),

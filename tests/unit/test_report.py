@@ -57,7 +57,7 @@ def test_a_good_run_passes_with_every_promised_field(findings):
     assert report["questions"] == report["identical"] == 2
     assert report["accuracy"] == {"baseline": 0.5, "candidate": 0.5}
     assert report["transfer"] == {
-        "bytes": 800, "blocks": 2, "count": 2, "failed": 0, "by_connector": {"nixl": 2}, "fallbacks": 0,
+        "bytes": 800, "blocks": 2, "count": 2, "failed": 0, "by_connector": {"nixl": 2}, "failures": {}, "fallbacks": 0,
     }  # fmt: skip
     assert report["external_hits"]["expected"] == report["external_hits"]["observed"] == 4
     assert report["digests"] == {"checked": 6, "expected": 6, "mismatched": 0, "mismatches": []}
@@ -106,6 +106,19 @@ def test_an_answer_without_its_hand_off_is_a_fallback(findings):
 def test_a_failed_transfer_is_a_fallback(findings):
     findings.engines["decode"]["transfer"]["failed"] = 1
     assert failing(build(findings)) == ["no fallbacks"]
+
+
+@pytest.mark.parametrize(("expected", "fails"), [(0, 2), (1, 0), (2, 1)])
+def test_what_was_repaired_by_recomputation_must_have_been_expected(findings, expected, fails):
+    findings.engines["decode"]["transfer"].update(count=1, failed=1, failures={"digest_mismatch": 1})
+    findings.engines["decode"]["digests"].update(mismatched=3)
+    findings.engines["decode"]["external_hits"] = {"received_tokens": 2}
+    counters = {LOCAL_HITS: 2.0, EXTERNAL_HITS: 2.0 if expected else 4.0}
+    report = build(dataclasses.replace(findings, expected_fallbacks=expected, decode_counters=counters))
+    assert report["transfer"]["fallbacks"] == 1
+    assert report["transfer"]["failures"] == {"digest_mismatch": 1}
+    assert len(failing(report)) == fails
+    assert report["passed"] is (fails == 0)
 
 
 def test_recomputed_prompt_tokens_show_in_the_external_hits(findings):
