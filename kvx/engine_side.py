@@ -30,7 +30,9 @@ class HandoffSettings:
     """Everything a user may set. `verify` takes and compares digests, of all or of a sample of
     each pull's blocks; `inject` is for negative controls only.
 
-    `failure_policy`: what becomes of a request whose hand-off failed; the engine, not the hand-off, acts on it.
+    `lease_s`: how long blocks are kept unless renewed; `grace_s`: how long after that at most where a reader has
+    claimed them; `max_hold_s`: no renewal keeps them longer. `failure_policy`: what becomes of a request whose hand-off
+    failed; the engine, not the hand-off, acts on it.
     `offload_bytes`: host memory of each rank for connectors that offload.
     """
 
@@ -39,6 +41,7 @@ class HandoffSettings:
     side_channel_port: int = 0
     lease_s: float = 30.0
     grace_s: float = 5.0
+    max_hold_s: float = 300.0
     transfer_deadline_s: float = 10.0
     failure_policy: FailurePolicy = "recompute"
     verify: VerifyMode = "off"
@@ -60,6 +63,7 @@ class HandoffSettings:
         for name, least in (
             ("lease_s", "more than 0"),
             ("grace_s", "0 or more"),
+            ("max_hold_s", "more than 0"),
             ("transfer_deadline_s", "more than 0"),
         ):
             value = getattr(self, name)
@@ -97,6 +101,16 @@ class Pull:
     blocks: Sequence[Sequence[int]]
     first_token: int
     num_tokens: int
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A request that will be pulled when its turn comes: its hold is renewed until then."""
+
+    request_id: str
+    remote_request_id: str
+    host: str
+    port: int
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import zmq
 
 from kvx.connector import Connector, ConnectorState
 from kvx.digest_check import sampled_blocks, sampled_ranges
-from kvx.engine_side import EngineSide, Failure, HandoffEvents, HandoffSettings, Pull
+from kvx.engine_side import EngineSide, Failure, HandoffEvents, HandoffSettings, Pull, Waiting
 from kvx.errors import ConnectorStateError, KVXError, LayoutError
 from kvx.geometry import GroupGeometry
 from kvx.handshake import RefusedMessage
@@ -33,7 +33,16 @@ from kvx.pulls import Puller
 from kvx.region import MemoryRegion
 from kvx.sidechannel import Link, Server
 
-__all__ = ["CacheFollower", "EngineInfo", "Failure", "HandoffEvents", "HandoffSettings", "HandoffWorker", "Pull"]
+__all__ = [
+    "CacheFollower",
+    "EngineInfo",
+    "Failure",
+    "HandoffEvents",
+    "HandoffSettings",
+    "HandoffWorker",
+    "Pull",
+    "Waiting",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +127,10 @@ class HandoffWorker:
         """
         self._require_cache()
         self._check_blocks(blocks)
-        expires = time.monotonic() + (self._settings.lease_s if lease_s is None else lease_s)
+        now, lease_s = time.monotonic(), self._settings.lease_s if lease_s is None else lease_s
         kept = tuple(tuple(int(block) for block in of_group) for of_group in blocks)
-        hold = Hold(request_id, kept, num_tokens, expires)
+        latest = now + max(lease_s, self._settings.max_hold_s)
+        hold = Hold(request_id, kept, num_tokens, now + lease_s, lease_s, latest)
         if self._side.verifies:
             hold.digests = self._side.take_digests(self._digested(hold), 0, num_tokens)
         self._post(lambda: self._holder.add(hold))
@@ -131,6 +141,11 @@ class HandoffWorker:
         """Abort a hold; it is reported as released when no reader is at it any more."""
         self._require_open()
         self._post(lambda: self._holder.drop(request_id))
+
+    def keep(self, waiting: Waiting) -> None:
+        """Renew the lease of a request's hold until its pull begins, which one of no tokens does as well."""
+        self._require_open()
+        self._post(lambda: self._puller.keep(waiting, time.monotonic()))
 
     def pull(self, pull: Pull) -> None:
         """Fetch a request's KV; with no tokens to fetch, only tell the owner that it may free its blocks.

@@ -1,6 +1,7 @@
 """The side channel's messages: msgpack, versioned, size-limited, decoded strictly into these types and no others.
 
-Reader and owner: the reader asks HELLO once, then for each hand-off CLAIM, DIGESTS (when verifying) and RELEASE.
+Reader and owner: the reader asks HELLO once, then for each hand-off CLAIM, DIGESTS (when verifying) and RELEASE;
+RENEW as long as a request waits or is being read.
 Block ids come from the owner's claim reply, never from what passed through an HTTP client.
 """
 
@@ -97,6 +98,19 @@ class Release(Message):
     reader: Text
 
 
+class Renew(Message):
+    """Keep a held request for one more lease, from a reader that waits for its turn or is reading."""
+
+    request_id: Text
+
+
+class Renewed(Message):
+    """`left_s`: how long it is surely kept; no longer than before when it has been held for its longest time."""
+
+    request_id: Text
+    left_s: Seconds
+
+
 class Status(Message):
     pass
 
@@ -112,8 +126,8 @@ class Refused(Message):
     cause: Text = ""
 
 
-Request = Hello | Claim | Digests | Release | Status
-Reply = Welcome | Claimed | DigestPage | StatusReply | Refused
+Request = Hello | Claim | Renew | Digests | Release | Status
+Reply = Welcome | Claimed | Renewed | DigestPage | StatusReply | Refused
 T = TypeVar("T")
 # What a refusal is to the reader, by its `cause`; any other is a HandshakeError.
 REFUSALS: dict[str, type[KVXError]] = {kind.cause: kind for kind in (LeaseExpired, StaleGeneration)}

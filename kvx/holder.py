@@ -18,6 +18,7 @@ from kvx.handshake import (
     Refused,
     RefusedMessage,
     Release,
+    Renew,
     Request,
     StatusReply,
     welcome,
@@ -119,6 +120,8 @@ class Holder:
                 self._send(sender, welcome(request.sequence, self._side.describe()))
             case Claim():
                 self._table.claim(sender, request, now)
+            case Renew():
+                self._side.metrics.renewed += self._table.renew(sender, request, now)
             case Release():
                 if self._table.release(request.request_id, request.reader):
                     self._released(request.request_id)

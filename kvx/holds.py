@@ -1,7 +1,8 @@
 """The owner's side of a hand-off: blocks kept for a reader until it has read them, or until the lease ends.
 
-An unclaimed hold ends with its lease; a claimed one at most `grace_s` later. Its readers are told how long they have
-and discard what they read after that, so a block is never taken for good after the owner let go of it.
+An unclaimed hold ends with its lease, which its reader renews; a claimed one at most `grace_s` later. Its readers are
+told how long they have and discard what they read after that, so a block is never taken for good after the owner let
+go of it.
 
 Several pulls may read one hold: the samples of a request with n > 1, or a router's second attempt. It ends with the
 last of those that claimed it. One that claims later is refused: the blocks may have other content by then.
@@ -18,7 +19,7 @@ from itertools import takewhile
 
 from kvx.digest import GroupDigests
 from kvx.errors import HandshakeError, LeaseExpired, StaleGeneration
-from kvx.handshake import Claim, Claimed, DigestPage, Digests, Message, Refused
+from kvx.handshake import Claim, Claimed, DigestPage, Digests, Message, Refused, Renew, Renewed
 
 KEPT_ENDINGS = 4096
 # More pulls than this at one hold are a mistake; claims come from outside and must not fill the memory.
@@ -41,12 +42,17 @@ _CAUSES = {Ending.EXPIRED: LeaseExpired.cause, Ending.CHANGED: StaleGeneration.c
 
 @dataclass(eq=False)
 class Hold:
-    """One request's blocks per layer group, by position. Times are monotonic."""
+    """One request's blocks per layer group, by position. Times are monotonic.
+
+    Renewals move `expires` to a lease from then, and never beyond `latest`.
+    """
 
     request_id: str
     blocks: tuple[tuple[int, ...], ...]
     num_tokens: int
     expires: float
+    lease_s: float = 0.0
+    latest: float = 0.0
     digests: DigestsFuture | None = None
     readers: set[str] = field(default_factory=set)  # pulls that claimed it and are not done
     # For the injection `stale` only: reported as released already, and not answered before its blocks are reused.
@@ -115,6 +121,22 @@ class HoldTable:
         else:
             hold.readers.add(claim.reader)
             self.send(sender, self._claimed(hold, claim.sequence, now))
+
+    def renew(self, sender: bytes, ask: Renew, now: float) -> bool:
+        """Answer with how long a hold is kept from now on, and True; or refuse it."""
+        hold = self.holds.get(ask.request_id)
+        if hold is None and ask.request_id in self._endings:
+            self._refuse_ended(sender, ask)
+        elif hold is None:
+            self._refuse(sender, ask, f"request {ask.request_id} is not held here")
+        elif self.is_suspended:
+            reason = f"request {ask.request_id} is not kept any longer: its owner's cache is changing"
+            self._refuse(sender, ask, reason, StaleGeneration.cause)
+        else:
+            hold.expires = max(hold.expires, min(now + hold.lease_s, hold.latest))
+            self.send(sender, Renewed(sequence=ask.sequence, request_id=ask.request_id, left_s=self._left_s(hold, now)))
+            return True
+        return False
 
     def answer_parked(self, request_id: str, now: float) -> None:
         """Claims of this request again, in the order they came."""
@@ -201,8 +223,11 @@ class HoldTable:
             generation=self.generation,
             blocks=[list(blocks) for blocks in hold.blocks],
             num_tokens=hold.num_tokens,
-            left_s=min(max(0.0, self._ends(hold) - now), 86400.0),
+            left_s=self._left_s(hold, now),
         )
+
+    def _left_s(self, hold: Hold, now: float) -> float:
+        return min(max(0.0, self._ends(hold) - now), 86400.0)
 
     def _ends(self, hold: Hold) -> float:
         return hold.expires + (self.grace_s if hold.readers else 0.0)
@@ -218,10 +243,10 @@ class HoldTable:
             self._parked.remove(parked)
             self._refuse_ended(parked.sender, parked.claim)
 
-    def _refuse(self, sender: bytes, claim: Claim, reason: str, cause: str = "") -> None:
+    def _refuse(self, sender: bytes, claim: Claim | Renew, reason: str, cause: str = "") -> None:
         self.send(sender, Refused(sequence=claim.sequence, reason=reason, cause=cause))
 
-    def _refuse_ended(self, sender: bytes, claim: Claim) -> None:
+    def _refuse_ended(self, sender: bytes, claim: Claim | Renew) -> None:
         ending = self._endings[claim.request_id]
         self._refuse(sender, claim, f"request {claim.request_id} {ending.value}", _CAUSES.get(ending, ""))
 

@@ -20,6 +20,7 @@ class HandoffMetrics:
 
     released: int = 0
     expired: int = 0
+    renewed: int = 0
     received: int = 0
     released_only: int = 0
     failed: int = 0
@@ -51,7 +52,7 @@ class HandoffMetrics:
     def as_status(self, holds: int) -> dict[str, Any]:
         """Plain values for msgpack and JSON. `holds`: how many are kept now."""
         return {
-            "handoff": {"holds": holds, "released": self.released, "expired": self.expired},
+            "handoff": {"holds": holds, "released": self.released, "expired": self.expired, "renewed": self.renewed},
             "transfer": {
                 "bytes": self.bytes,
                 "blocks": self.blocks,

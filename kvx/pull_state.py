@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -39,6 +40,17 @@ class Owner:
         return self.descriptor is not None and self.peer is not None and self.peer.connected
 
 
+@dataclass(eq=False)
+class Beat:
+    """One hold that is renewed. `due`: when next, None while an answer is awaited and after the last."""
+
+    owner: Owner
+    request_id: str
+    due: float | None
+    kept_until: float = 0.0
+    on_kept: Callable[[float], None] | None = None
+
+
 class Phase(StrEnum):
     LOOK_UP = "name look-up"
     GREET = "greet"
@@ -69,6 +81,7 @@ class ActivePull:
     transfers: list[Transfer] = field(default_factory=list)
     cause: KVXError | None = None
     moved: Runs = field(default_factory=Runs.empty)
+    beat: Beat | None = None
     pieces: list[Runs] = field(default_factory=list)
     spans_s: dict[str, float] = field(default_factory=dict)
     span_started: float = 0.0

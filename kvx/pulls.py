@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 
 from kvx.connector import ConnectorState, Op, Transfer, TransferState
-from kvx.engine_side import EngineSide, Pull
+from kvx.engine_side import EngineSide, Pull, Waiting
 from kvx.errors import (
     ConnectorStateError,
     HandshakeError,
@@ -41,6 +41,7 @@ from kvx.handshake import (
     Welcome,
     expect,
 )
+from kvx.heartbeat import Heartbeat
 from kvx.owners import OpenLink, Owners
 from kvx.peer import PeerDescriptor
 from kvx.plan import Runs, plan
@@ -62,6 +63,7 @@ class Puller:
         self._owners = Owners(side, open_link, close_link)
         self._pulls: dict[str, ActivePull] = {}
         self._by_transfer: dict[Transfer, ActivePull] = {}
+        self._heartbeat = Heartbeat(side, self._owners, lambda owner: self._owners.open(owner, self._on_opened))
         self._checker = Checker(side, self._guard, self._end_received)
 
     @property
@@ -85,7 +87,13 @@ class Puller:
         pull.span_started = now
         self._pulls[spec.request_id] = pull
         owner.pulls.add(pull)
+        self._heartbeat.begun(spec.request_id)
         self._guard(pull, self._greet_or_claim)
+
+    def keep(self, waiting: Waiting, now: float) -> None:
+        """Renew a request's hold until its pull begins."""
+        if waiting.request_id not in self._pulls:
+            self._heartbeat.keep(waiting, now)
 
     def cancel(self, request_id: str) -> None:
         """A request of the engine's: the pull ends as failed, once its blocks are safe."""
@@ -100,7 +108,8 @@ class Puller:
             return
         pull.transfers.remove(transfer)
         if transfer.state is not TransferState.DONE and pull.cause is None:
-            self._fail(pull, transfer.cause or TransferError(f"a transfer was {transfer.state.value}"))
+            cause = transfer.cause or TransferError(f"a transfer was {transfer.state.value}")
+            self._fail(pull, _lease_ended() if time.monotonic() >= pull.kept_until else cause)
         elif not pull.transfers:
             self._guard(pull, self._moved)
 
@@ -110,12 +119,16 @@ class Puller:
         if owner is None:
             return
         error = PeerDead(f"engine {link.host}:{link.port} closed its side channel; is it still running?")
+        self._heartbeat.lose(owner)
         self._fail_each(owner.pulls, error)
         self._owners.remove(owner)
 
     def tick(self, now: float) -> None:
-        """Deadlines of everything but transfers, whose deadlines are the connector's."""
+        """Leases, and deadlines of everything but transfers, whose deadlines are the connector's."""
+        self._heartbeat.tick(now)
         for pull in list(self._pulls.values()):
+            if pull.phase is Phase.MOVE and now >= pull.kept_until and pull.cause is None:
+                self._fail_each([pull], _lease_ended())
             if now >= pull.deadline and pull.phase is not Phase.MOVE and pull.cause is None:
                 where = f"{pull.spec.host}:{pull.spec.port}"
                 waited = f"within {self._side.settings.transfer_deadline_s:g} s"
@@ -124,8 +137,10 @@ class Puller:
         self._owners.release_due(now)
 
     def next_time(self) -> float | None:
-        waiting = [pull.deadline for pull in self._pulls.values() if pull.phase is not Phase.MOVE]
-        return min(waiting + self._owners.release_times(), default=None)
+        times = [pull.deadline for pull in self._pulls.values() if pull.phase is not Phase.MOVE]
+        renewal = self._heartbeat.next_time()
+        times += [] if renewal is None else [renewal]
+        return min(times + self._owners.release_times(), default=None)
 
     def suspend(self) -> None:
         """Fail what is on its way: the cache is about to change. Transfers in flight end as in `close`."""
@@ -137,6 +152,7 @@ class Puller:
         A pull whose transfer is in flight ends with that: while `is_moving`, go on polling the connectors.
         """
         self._fail_each(self._pulls.values(), ConnectorStateError("the hand-off was closed"))
+        self._heartbeat.close()
         self._owners.close()
 
     # LOOK UP, GREET
@@ -144,7 +160,10 @@ class Puller:
     def _on_opened(self, owner: Owner, error: KVXError | None) -> None:
         waiting = [pull for pull in owner.pulls if pull.phase is Phase.LOOK_UP and pull.cause is None]
         if error is not None:
+            self._heartbeat.lose(owner)
             self._fail_each(waiting, error)
+            if not owner.pulls:
+                self._owners.remove(owner)
             return
         for pull in waiting:
             self._guard(pull, self._greet_or_claim)
@@ -214,8 +233,9 @@ class Puller:
         pull.kept_until, pull.held_tokens = pull.claim_sent + claimed.left_s, claimed.num_tokens
         if pull.spec.num_tokens == 0:
             self._end_released(pull)
-        else:
-            self._move(pull, claimed, theirs)
+            return
+        self._heartbeat.follow(pull, claimed.left_s)
+        self._move(pull, claimed, theirs)
 
     # MOVE
 
@@ -280,7 +300,7 @@ class Puller:
         now = time.monotonic()
         pull.span("move", now)
         if now >= pull.kept_until:
-            raise LeaseExpired("the owner's lease ended before everything was read; what was read may be stale")
+            raise _lease_ended()
         if self._side.verifies:
             self._checker.start(pull, now)
         else:
@@ -305,6 +325,7 @@ class Puller:
         """End as failed, now or when the last transfer is terminal. The first cause counts."""
         if pull.cause is None:
             pull.cause = cause
+            self._heartbeat.leave(pull)
             for transfer in list(pull.transfers):
                 # Not the owner's connector: the owner may be gone, and its transfers still have to drain.
                 assert pull.connector is not None, "a transfer was submitted, so something moves it"
@@ -353,8 +374,13 @@ class Puller:
         self._owners.release(pull)
 
     def _drop(self, pull: ActivePull) -> None:
+        self._heartbeat.leave(pull)
         self._pulls.pop(pull.spec.request_id, None)
         pull.owner.pulls.discard(pull)
+
+
+def _lease_ended() -> LeaseExpired:
+    return LeaseExpired("the owner's lease ended before everything was read; what was read may be stale")
 
 
 def _in_pieces(runs: Runs) -> list[Runs]:

@@ -31,7 +31,7 @@ OnReply = Callable[[Reply], None]
 
 
 class Server:
-    """Answers HELLO, CLAIM, DIGESTS, RELEASE and STATUS. The constructor binds."""
+    """Answers HELLO, CLAIM, RENEW, DIGESTS, RELEASE and STATUS. The constructor binds."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
         """ConnectorError, in one sentence, when the port is in use or the host is not ours. Port 0 chooses one."""

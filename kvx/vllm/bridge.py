@@ -85,6 +85,9 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self.scheduler.offload.bind(gpu_block_pool)
 
+    def on_new_request(self, request: Any) -> None:
+        self.scheduler.added(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler.match(request, num_computed_tokens)
 

@@ -44,12 +44,23 @@ class PullWork:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class WaitWork:
+    """A request that will be pulled when vLLM gives it blocks: its hold is renewed until then."""
+
+    request_id: str
+    remote_request_id: str
+    host: str
+    port: int
+
+
 @dataclass
 class StepWork:
     """All that one engine step hands to the workers."""
 
     holds: list[HoldWork] = field(default_factory=list)
     pulls: list[PullWork] = field(default_factory=list)
+    waits: list[WaitWork] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     offload: OffloadWork = field(default_factory=OffloadWork)
     #: Nothing is scheduled in this step, so a worker may wait for a transfer instead of spinning.
@@ -108,6 +119,13 @@ class BridgeScheduler:
     def listens_at(self, port: int) -> None:
         """The first rank's side channel port, which a configured 0 leaves to the system."""
         self._port = port
+
+    def added(self, request: Any) -> None:
+        """vLLM has queued the request; when it will have blocks for it nobody knows."""
+        params = request.kv_transfer_params
+        remote = RemotePrefill.from_params(params) if params and params.get("do_remote_prefill") else None
+        if remote is not None:
+            self._work.waits.append(WaitWork(request.request_id, remote.request_id, remote.host, remote.port))
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that can be loaded beyond those already here, and whether they load in background.
@@ -184,6 +202,8 @@ class BridgeScheduler:
     def take_work(self, scheduler_output: Any) -> StepWork:
         """What has gathered since the last step, and the stores of this one."""
         work, self._work = self._work, StepWork()
+        begun = {pull.request_id for pull in work.pulls}
+        work.waits = [wait for wait in work.waits if wait.request_id not in begun]
         work.offload = self.offload.take_work(scheduler_output)
         work.idle = scheduler_output.total_num_scheduled_tokens == 0
         return work

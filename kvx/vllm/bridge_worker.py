@@ -14,7 +14,7 @@ from .. import registry
 from ..cache import CacheState, RegionUser
 from ..connector import Connector
 from ..errors import CacheStateError, ConnectorError, KVXError
-from ..handoff import CacheFollower, EngineInfo, Failure, HandoffWorker, Pull
+from ..handoff import CacheFollower, EngineInfo, Failure, HandoffWorker, Pull, Waiting
 from ..layout import KVCacheLayout, require_block_compact
 from ..offload import HostPool
 from ..offload_worker import OffloadConnector, OffloadEvents, OffloadWorker
@@ -118,6 +118,9 @@ class BridgeWorker:
             self._hold(hold)
         for pull in work.pulls:
             self._pull(pull)
+        for wait in work.waits:
+            port = wait.port + settings.rank_of(self._vllm_config)
+            self.handoff.keep(Waiting(wait.request_id, wait.remote_request_id, wait.host, port))
         for request_id in work.cancels:
             self.handoff.cancel(request_id)
         if self._offload is not None:

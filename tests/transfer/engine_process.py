@@ -119,6 +119,11 @@ class Engine:
 
         self.worker.pull(Pull(**fields))
 
+    def keep(self, **fields: Any) -> None:
+        from kvx.handoff import Waiting
+
+        self.worker.keep(Waiting(**fields))
+
     def cancel(self, request_id: str) -> None:
         self.worker.cancel(request_id)
 
@@ -235,6 +240,11 @@ class Engine:
 
     def poke(self, offset: int, nbytes: int, value: int) -> None:
         self.cache.buffer[offset : offset + nbytes] = value
+
+    def fill_all(self, value: int) -> None:
+        """The same byte everywhere, through committed bytes only."""
+        for region in self.cache.regions():
+            self.poke(region.offset_bytes, region.nbytes, value)
 
     def put(self, offset: int, data: bytes) -> None:
         import numpy as np

@@ -96,7 +96,7 @@ def test_a_killed_reader_leaves_the_hold_to_its_lease(start_engines: StartEngine
     reader.stop()
     owner.hold("r", [[1]], 16, 0.3)
     assert owner.events(5)["expired"] == {"r"}
-    assert owner.status()["handoff"] == {"holds": 0, "released": 1, "expired": 1}
+    assert owner.status()["handoff"] == {"holds": 0, "released": 1, "expired": 1, "renewed": 0}
 
 
 def test_a_changed_cache_is_noticed_and_hands_are_shaken_again(start_engines: StartEngines) -> None:

@@ -76,7 +76,7 @@ def test_every_prompt_length_arrives_byte_for_byte(start_engines: StartEngines, 
     assert status["digests"]["mismatched"] == 0
     content = status["transfer"]["bytes"] // (status["digests"]["checked"] // 2)
     assert content == 3 * 2 * 2 * 8 * (2 if reader.config.dtype == "bfloat16" else 4), "only the wanted tokens moved"
-    assert owner.status()["handoff"] == {"holds": 0, "released": 6, "expired": 0}
+    assert owner.status()["handoff"] == {"holds": 0, "released": 6, "expired": 0, "renewed": 0}
     reader.close()
     owner.close()
 
@@ -168,7 +168,7 @@ def test_several_pulls_of_one_hold_all_read_it(start_engines: StartEngines) -> N
     for engine, _, first in pulls:
         assert engine.read([[first, first + 1, first + 2]], 0, 48) == owner.read([[1, 2, 3]], 0, 48)
     assert owner.events(5)["released"] == {"r"}
-    assert owner.status()["handoff"] == {"holds": 0, "released": 1, "expired": 0}
+    assert owner.status()["handoff"] == {"holds": 0, "released": 1, "expired": 0, "renewed": 0}
 
 
 def test_many_at_once(start_engines: StartEngines) -> None:

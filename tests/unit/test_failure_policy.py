@@ -14,7 +14,7 @@ from kvx.handoff import Failure, HandoffSettings
 from kvx.handshake import Refused, Welcome, expect
 from kvx.metrics import HandoffMetrics
 from kvx.vllm import activation
-from kvx.vllm.bridge_scheduler import FAILURE
+from kvx.vllm.bridge_scheduler import FAILURE, WaitWork
 
 
 def configured(theirs: str) -> Any:
@@ -104,3 +104,17 @@ def test_an_answer_that_came_by_a_hand_off_says_nothing() -> None:
     scheduler.blocks_allocated(asked, [[1, 2]], 20)
     scheduler.arrived(["r"], [], None)
     assert scheduler.finished(asked, [[1, 2]]) == (False, None)
+
+
+def test_the_hold_of_a_request_that_does_not_begin_at_once_is_renewed() -> None:
+    scheduler, asked, plain = bridge(), a_request(), request("plain", 20)
+    nothing = SimpleNamespace(
+        num_scheduled_tokens={}, kv_connector_block_state=SimpleNamespace(), total_num_scheduled_tokens=0
+    )
+    scheduler.added(asked)
+    scheduler.added(plain)
+    assert scheduler.take_work(nothing).waits == [WaitWork("r", "x", "h", 1)]
+    scheduler.added(asked)
+    scheduler.blocks_allocated(asked, [[1, 2]], 20)
+    work = scheduler.take_work(nothing)
+    assert (work.waits, len(work.pulls)) == ([], 1), "its pull begins in the same step"

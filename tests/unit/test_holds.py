@@ -10,7 +10,7 @@ import pytest
 from kvx import holds
 from kvx.digest import GroupDigests
 from kvx.errors import HandshakeError
-from kvx.handshake import Claim, Claimed, Digests, Message, Refused
+from kvx.handshake import Claim, Claimed, Digests, Message, Refused, Renew, Renewed
 from kvx.holds import KEPT_ENDINGS, Hold, HoldTable, stale_covered
 
 
@@ -68,6 +68,43 @@ def test_unclaimed_holds_end_with_the_lease_and_claimed_ones_after_the_grace() -
     (answer,) = table.answers()
     assert isinstance(answer, Refused)
     assert "lease ran out" in answer.reason
+
+
+def test_a_renewal_is_a_lease_from_now_and_ends_at_the_latest() -> None:
+    table = Table()
+    for name in ("unclaimed", "claimed"):
+        table.add(Hold(name, ((4, 2),), 20, expires=10.0, lease_s=10.0, latest=25.0), 0.0)
+    table.claim(b"x", claim("claimed"), 0.0)
+    table.answers()
+
+    def left_s(name: str, now: float) -> float:
+        assert table.renew(b"x", Renew(sequence=1, request_id=name), now)
+        (answer,) = table.answers()
+        assert isinstance(answer, Renewed)
+        return answer.left_s
+
+    assert (left_s("unclaimed", 6.0), left_s("claimed", 6.0)) == (10.0, 15.0)
+    assert (left_s("unclaimed", 15.9), left_s("claimed", 15.9)) == (pytest.approx(9.1), pytest.approx(14.1))
+    assert left_s("unclaimed", 20.0) == 5.0, "no more than the longest time"
+    assert table.expire(25.0) == ["unclaimed"]
+    assert table.expire(29.9) == []
+    assert table.expire(30.0) == ["claimed"]
+
+
+def test_what_is_not_held_or_is_about_to_go_is_not_renewed() -> None:
+    table = Table()
+    table.add(hold("ended"), 0.0)
+    table.drop("ended")
+    table.add(hold("read"), 0.0)
+    table.claim(b"x", claim("read"), 0.0)
+    table.suspend()
+    table.answers()
+    for name, cause in (("unknown", ""), ("ended", ""), ("read", "stale_generation")):
+        assert not table.renew(b"x", Renew(sequence=1, request_id=name), 1.0)
+        (answer,) = table.answers()
+        assert isinstance(answer, Refused)
+        assert answer.cause == cause
+    assert table.next_time() == 15.0
 
 
 def test_a_claim_waits_for_its_hold_but_not_for_ever() -> None:

@@ -15,7 +15,7 @@ def engine(**transfer):
     counts["by_connector"] = {"nixl": counts["count"]} if counts["count"] else {}
     return {
         "engine_id": "e",
-        "handoff": {"holds": 0, "released": 2, "expired": 0},
+        "handoff": {"holds": 0, "released": 2, "expired": 0, "renewed": 0},
         "transfer": counts,
         "digests": {
             "checked": 6 if counts["count"] else 0,
