@@ -246,6 +246,12 @@ class Engine:
         for region in self.cache.regions():
             self.poke(region.offset_bytes, region.nbytes, value)
 
+    def is_all(self, value: int, blocks: list[int]) -> bool:
+        """Whether every byte of these blocks has that value."""
+        import torch
+
+        return all(bool((view[blocks].view(torch.uint8) == value).all()) for view in self.views.values())
+
     def put(self, offset: int, data: bytes) -> None:
         import numpy as np
 

@@ -14,9 +14,12 @@ pytestmark = pytest.mark.transfer
 QUICK = {"transfer_deadline_s": 1.0, "lease_s": 20.0, "grace_s": 1.0}
 
 
-def engines(start_engines: StartEngines, **owner: object) -> tuple[Remote, Remote]:
-    first = EngineConfig("prefill", settings=QUICK, **owner)  # type: ignore[arg-type]
-    prefill, decode = start_engines(first, EngineConfig("decode", settings=QUICK))
+every_connector = pytest.mark.parametrize("connector", ["nixl", "ipc", "mooncake"])
+
+
+def engines(start_engines: StartEngines, connector: str = "nixl", **owner: object) -> tuple[Remote, Remote]:
+    first = EngineConfig("prefill", settings=QUICK, connectors=(connector,), **owner)  # type: ignore[arg-type]
+    prefill, decode = start_engines(first, EngineConfig("decode", settings=QUICK, connectors=(connector,)))
     return prefill, decode
 
 
@@ -58,8 +61,9 @@ def failure(reader: Remote, request_id: str = "r", timeout_s: float = 5.0) -> st
     return str(events["failed"][request_id])
 
 
-def test_a_stopped_owner_is_a_timeout_and_only_for_its_request(start_engines: StartEngines) -> None:
-    owner, reader = engines(start_engines)
+@every_connector
+def test_a_stopped_owner_is_a_timeout_and_only_for_its_request(start_engines: StartEngines, connector: str) -> None:
+    owner, reader = engines(start_engines, connector)
     hand_off(owner, reader, 40, 1)
     owner.hold("r", [[1]], 16)
     owner.signal(signal.SIGSTOP)
@@ -73,8 +77,9 @@ def test_a_stopped_owner_is_a_timeout_and_only_for_its_request(start_engines: St
     assert reader.status()["side_channel"]["internal_errors"] == 0
 
 
-def test_a_killed_owner_fails_at_once_and_a_restarted_one_works(start_engines: StartEngines) -> None:
-    owner, reader = engines(start_engines, agent_name="same")
+@every_connector
+def test_a_killed_owner_fails_at_once_and_a_restarted_one_works(start_engines: StartEngines, connector: str) -> None:
+    owner, reader = engines(start_engines, connector, agent_name="same")
     hand_off(owner, reader, 40, 1)
     port = owner.port
     pull(reader, owner, "r", [[1]], 0, 16)  # parked there: it holds no such request
@@ -86,7 +91,7 @@ def test_a_killed_owner_fails_at_once_and_a_restarted_one_works(start_engines: S
     pull(reader, owner, "r", [[1]], 0, 16)
     assert "no answer to greet" in failure(reader)
     settings = {**QUICK, "side_channel_port": port}
-    (again,) = start_engines(EngineConfig("prefill", agent_name="same", settings=settings))
+    (again,) = start_engines(EngineConfig("prefill", agent_name="same", settings=settings, connectors=(connector,)))
     hand_off(again, reader, 100, 2)
 
 
@@ -99,8 +104,9 @@ def test_a_killed_reader_leaves_the_hold_to_its_lease(start_engines: StartEngine
     assert owner.status()["handoff"] == {"holds": 0, "released": 1, "expired": 1, "renewed": 0}
 
 
-def test_a_changed_cache_is_noticed_and_hands_are_shaken_again(start_engines: StartEngines) -> None:
-    owner, reader = engines(start_engines, num_blocks=64)
+@every_connector
+def test_a_changed_cache_is_noticed_and_hands_are_shaken_again(start_engines: StartEngines, connector: str) -> None:
+    owner, reader = engines(start_engines, connector, num_blocks=64)
     hand_off(owner, reader, 100, 1)
     owner.extend(96)
     owner.fill([[90, 95]], 32, 3)
@@ -110,11 +116,14 @@ def test_a_changed_cache_is_noticed_and_hands_are_shaken_again(start_engines: St
     assert reader.read([[3, 4]], 0, 32) == owner.read([[90, 95]], 0, 32)
 
 
-def test_a_cache_that_sleeps_ends_what_touches_it_and_never_hands_off_zeros(start_engines: StartEngines) -> None:
+@every_connector
+def test_a_cache_that_sleeps_ends_what_touches_it_and_never_hands_off_zeros(
+    start_engines: StartEngines, connector: str
+) -> None:
     verify = {**QUICK, "verify": "all"}
     big = {"num_layers": 8, "head_size": 64, "num_blocks": 300, "capacity_blocks": 512, "granularity_bytes": 1 << 20}
     owner, reader = start_engines(
-        EngineConfig("prefill", settings=verify, **big), EngineConfig("decode", settings=verify, **big)
+        *(EngineConfig(name, settings=verify, connectors=(connector,), **big) for name in ("prefill", "decode"))
     )
     hand_off(owner, reader, 40, 1)
     blocks = list(range(250))
@@ -140,8 +149,9 @@ def test_a_cache_that_sleeps_ends_what_touches_it_and_never_hands_off_zeros(star
         engine.close()
 
 
-def test_a_cache_that_grows_again_ends_holds_and_goes_on(start_engines: StartEngines) -> None:
-    owner, reader = engines(start_engines, num_blocks=64)
+@every_connector
+def test_a_cache_that_grows_again_ends_holds_and_goes_on(start_engines: StartEngines, connector: str) -> None:
+    owner, reader = engines(start_engines, connector, num_blocks=64)
     hand_off(owner, reader, 100, 1)
     owner.hold("before", [[1, 2]], 32)
     owner.extend(96)
