@@ -235,7 +235,8 @@ class BridgeWorker:
         try:
             self.handoff.pull(asked)
         except KVXError as error:
-            self.handoff.count_failure(error)
+            if pull.num_tokens:
+                self.handoff.count_failure(error)
             self._refused[pull.request_id] = Failure.of(asked, error)
 
     @property

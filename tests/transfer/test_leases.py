@@ -69,19 +69,21 @@ def test_a_waiting_request_that_is_given_up_frees_the_blocks_at_once(start_engin
 
 
 def test_what_is_digested_for_longer_than_a_lease_keeps_it(start_engines: StartEngines) -> None:
-    """The reader has read at once, and waits for the owner's digests of 190 MB."""
-    verify = {**SHORT, "lease_s": 0.2, "grace_s": 0.1, "verify": "all", "transfer_deadline_s": 30.0}
+    """The reader has read at once, and waits for the owner's digests, which come after those of 190 MB and more."""
+    verify = {**SHORT, "verify": "all", "transfer_deadline_s": 30.0}
     owner, reader = start_engines(
         EngineConfig("prefill", settings=verify, **BIG), EngineConfig("decode", settings=verify, **BIG)
     )
-    blocks = [list(range(1500))]
-    owner.hold("r", blocks, 24000)
+    hand_off(owner, reader, 40, 1)
+    for index in range(6):
+        owner.hold(f"before{index}", [list(range(1500))], 24000, 60.0)
+    owner.hold("r", [[1, 2]], 32)
     began = time.monotonic()
-    pull(reader, owner, "r", blocks, 0, 24000)
+    pull(reader, owner, "r", [[3, 4]], 0, 32)
     events = reader.events(30)
     assert events["received"] == {"r"}, events
-    assert time.monotonic() - began > 0.5, "it took longer than a lease, or it shows nothing"
-    assert owner.status()["handoff"]["renewed"] > 2
+    assert time.monotonic() - began > 1.3, "it took longer than lease and grace, or it shows nothing"
+    assert owner.status()["handoff"]["renewed"] > 1
     assert owner.events(5)["released"] == {"r"}
 
 
