@@ -106,6 +106,16 @@ def test_a_fault_on_purpose_is_found_and_named(model: Path, tmp_path: Path, conn
 
 @pytest.mark.matrix
 @pytest.mark.timeout(DEADLINE_S + 60)
+def test_a_fault_that_was_expected_is_repaired_by_computing_again(model: Path, tmp_path: Path) -> None:
+    code, report, text = run_verify(tmp_path, "--limit", "2", "--inject", "flip-byte", "--expect-fallbacks", "1")
+    assert code == 0, text[-3000:]
+    assert report["identical"] == report["questions"] == 2
+    assert report["transfer"]["failures"] == {"digest_mismatch": 1}
+    assert report["digests"]["mismatches"][0]["request"] in text
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(DEADLINE_S + 60)
 @pytest.mark.parametrize("connector", ["cpu_offload", "nixl,cpu_offload"])
 def test_blocks_that_leave_and_return_change_no_answer(model: Path, tmp_path: Path, connector: str) -> None:
     code, report, text = run_verify(tmp_path, "--connector", connector, "--limit", "4")

@@ -1,0 +1,95 @@
+"""A hand-off that fails on real servers: one computes the prompt itself, one ends the request, both go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvx.handshake import request_status
+from kvx.servers import EngineSettings, Servers, free_ports
+from kvx.verify import engines
+from kvx.verify.client import Ask, Client
+
+from .conftest import RunningPair
+from .test_handoff import ask, tokens
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+DEADLINE_S = 2.0
+
+
+def with_policy(engine: EngineSettings, policy: str) -> EngineSettings:
+    assert engine.kv_transfer is not None
+    extra = engine.kv_transfer["kv_connector_extra_config"]
+    extra = {**extra, "failure_policy": policy, "transfer_deadline_s": DEADLINE_S}
+    return replace(engine, kv_transfer={**engine.kv_transfer, "kv_connector_extra_config": extra})
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPair]:
+    """Decode recomputes; prefill, of which the tests ask for hand-offs too, fails."""
+    run = engines.RunSettings(model=model, max_model_len_tokens=1536, explicit_blocks=24)
+    sides = engines.kvx_pair(run, digests=True)
+    with Servers(tmp_path_factory.mktemp("policies")) as servers:
+        prefill = servers.start(with_policy(sides.prefill, "fail"))
+        decode = servers.start(with_policy(sides.decode, "recompute"))
+        servers.wait_healthy()
+        client = Client()
+        try:
+            yield RunningPair(prefill, decode, sides, client)
+        finally:
+            client.close()
+
+
+def from_nobody(url: str, wanted: Ask, port: int) -> httpx.Response:
+    params: dict[str, Any] = {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "nobody",
+        "remote_request_id": "gone", "remote_host": "127.0.0.1", "remote_port": port, "remote_block_ids": [[1]],
+    }  # fmt: skip
+    return httpx.post(f"{url}/v1/completions", json=wanted.body(kv_transfer_params=params), timeout=60)
+
+
+def while_others_go_on(pair: RunningPair, url: str, wanted: Ask, port: int) -> httpx.Response:
+    """The failing request's answer; meanwhile hand-offs arrive and answer as one engine does."""
+    with ThreadPoolExecutor(2) as pool:
+        failing = pool.submit(from_nobody, url, wanted, port)
+        for index in range(3):
+            other = ask(f"other {port} {index}", tokens(200, seed=port + index))
+            handed_off = pair.handed_off(other)
+            assert not handed_off.error
+            assert handed_off.tokens == pair.single(other).tokens
+        return failing.result()
+
+
+def nothing_is_left(pair: RunningPair, url: str, side_port: int) -> None:
+    assert pair.client.counters(url)["vllm:kv_cache_usage_perc"] == 0.0
+    status = request_status(engines.HOST, side_port)
+    assert status["transfer"]["failures"] == {"timeout": 1}
+    assert status["side_channel"]["internal_errors"] == 0
+    assert status["handoff"]["holds"] == 0
+
+
+def test_recompute_answers_right_and_says_why_it_computed(pair: RunningPair) -> None:
+    (port,) = free_ports(1)
+    wanted = ask("recomputed", tokens(300, seed=1))
+    answer = while_others_go_on(pair, pair.decode.url, wanted, port)
+    assert answer.status_code == 200
+    found = answer.json()
+    assert tuple(found["choices"][0]["token_ids"]) == pair.single(wanted).tokens
+    assert found["kv_transfer_params"] == {"kvx_failure": {"cause": "timeout", "peer": f"nobody at 127.0.0.1:{port}"}}
+    nothing_is_left(pair, pair.decode.url, pair.sides.decode_side_port)
+    assert f"timeout, engine nobody at 127.0.0.1:{port}" in pair.decode.log.read_text()
+
+
+def test_fail_ends_the_request_with_vllms_error_and_the_engine_lives(pair: RunningPair) -> None:
+    (port,) = free_ports(1)
+    answer = while_others_go_on(pair, pair.prefill.url, ask("failed", tokens(300, seed=2)), port)
+    assert answer.status_code == 500, answer.text
+    nothing_is_left(pair, pair.prefill.url, pair.sides.prefill_side_port)
+    assert not pair.single(ask("afterwards", tokens(100, seed=3))).error
