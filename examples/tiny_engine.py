@@ -43,6 +43,7 @@ from kvx.geometry import group_geometry
 from kvx.handoff import CacheFollower, EngineInfo, HandoffSettings, HandoffWorker, Pull
 from kvx.layout import require_block_compact, resolve_layout
 from kvx.registry import connector_classes, need_shareable_memory
+from kvx.secret import read_secret
 from kvx.sizing import Budget, Measured, Sizing, capacity_for, final_count, gpu_budget, host_budget
 from kvx.sizing import Request as LongestRequest
 from kvx.spec import CacheGeometry, KVCacheSpec, LayerGroup, align_capacity
@@ -223,7 +224,7 @@ class TinyEngine:
             engine_id=self.settings.engine_id, model=self.settings.model.name, dtype=self.settings.dtype,
             kv_cache_dtype=self.settings.dtype,
         )  # fmt: skip
-        self.worker = HandoffWorker(self._handoff, info, self.connectors)
+        self.worker = HandoffWorker(self._handoff, info, self.connectors, secret=read_secret())
         self._undo.callback(self.worker.close)
         groups = [group_geometry(self.geometry, 0)]
         self.worker.open(groups, self.views, num_blocks, self.cache.generation, self.layout.name)

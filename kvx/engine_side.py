@@ -21,13 +21,15 @@ from kvx.inject import Fault, Injector
 from kvx.metrics import HandoffMetrics
 from kvx.offload import Eviction
 from kvx.peer import EngineInfo, PeerDescriptor
+from kvx.seal import DEFAULT_WINDOW_S
 
 
 @dataclass(frozen=True)
 class HandoffSettings:
     """Everything a user may set. `verify` takes and compares digests; `inject` is for negative controls only.
 
-    `offload_bytes`: host memory of each rank for connectors that offload.
+    `offload_bytes`: host memory of each rank for connectors that offload. `auth_window_s`: how old a signed message may
+    be, and how far the engines' clocks may be apart.
     """
 
     connectors: tuple[str, ...] = ("nixl",)
@@ -40,6 +42,7 @@ class HandoffSettings:
     inject: str | None = None
     offload_bytes: int = 1 << 30
     offload_eviction: Eviction = "lru"
+    auth_window_s: float = DEFAULT_WINDOW_S
 
     def __post_init__(self) -> None:
         names = self.connectors
@@ -56,6 +59,7 @@ class HandoffSettings:
             ("lease_s", "more than 0"),
             ("grace_s", "0 or more"),
             ("transfer_deadline_s", "more than 0"),
+            ("auth_window_s", "more than 0"),
         ):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -30,7 +30,9 @@ from kvx.holds import Hold
 from kvx.peer import EngineInfo
 from kvx.pulls import Puller
 from kvx.region import MemoryRegion
-from kvx.sidechannel import Link, Server
+from kvx.seal import ReplySeal, RequestSeal
+from kvx.secret import Secret
+from kvx.sidechannel import Link, Server, reason_of
 
 __all__ = ["CacheFollower", "EngineInfo", "HandoffEvents", "HandoffSettings", "HandoffWorker", "Pull"]
 
@@ -44,7 +46,10 @@ SETUP_POLL_S = 200e-6
 
 
 class HandoffWorker:
-    """`status_extra` adds to `status`; it is called on the hand-off thread and must be quick."""
+    """`status_extra` adds to `status`; it is called on the hand-off thread and must be quick.
+
+    `secret`: what its engines share (`kvx.secret.read_secret`). With one, nobody else is talked to.
+    """
 
     def __init__(
         self,
@@ -52,9 +57,11 @@ class HandoffWorker:
         info: EngineInfo,
         connectors: Sequence[Connector],
         status_extra: Callable[[], dict[str, Any]] | None = None,
+        secret: Secret | None = None,
     ) -> None:
         self._settings = settings
         self._status_extra = status_extra
+        self._secret = secret
         self._side = EngineSide(settings, info, connectors, self._post)
         self._holder = Holder(self._side, lambda receiver, message: self._server.send(receiver, message), self.status)
         self._puller = Puller(self._side, self._open_link, self._close_link)
@@ -95,7 +102,12 @@ class HandoffWorker:
             return
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._server = Server(self._context, self._settings.side_channel_host, self._settings.side_channel_port)
+            self._server = Server(
+                self._context,
+                self._settings.side_channel_host,
+                self._settings.side_channel_port,
+                ReplySeal(self._secret, self._settings.auth_window_s),
+            )
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -286,9 +298,9 @@ class HandoffWorker:
             for on_reply, reply in link.replies():
                 on_reply(reply)
         except RefusedMessage as error:
-            self._side.metrics.messages_refused += 1
-            logger.warning("unreadable reply from engine %s:%s: %s", link.host, link.port, error)
-            self._puller.on_link_lost(link)
+            self._side.metrics.refuse(error.cause)
+            logger.warning("a reply of engine %s:%s is not taken: %s", link.host, link.port, reason_of(error))
+            self._puller.on_link_lost(link, f"engine {link.host}:{link.port}: {reason_of(error)}")
             return
         if link.is_lost():
             self._puller.on_link_lost(link)
@@ -326,7 +338,8 @@ class HandoffWorker:
     # Links
 
     def _open_link(self, host: str, port: int, address: str) -> Link:
-        link = Link(self._context, host, port, address)
+        seal = RequestSeal(self._secret, self._settings.auth_window_s)
+        link = Link(self._context, host, port, address, seal)
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)
         return link

@@ -1,7 +1,8 @@
 """The side channel's messages: msgpack, versioned, size-limited, decoded strictly into these types and no others.
 
 Reader and owner: the reader asks HELLO once, then for each hand-off CLAIM, DIGESTS (when verifying) and RELEASE.
-Block ids come from the owner's claim reply, never from what passed through an HTTP client.
+Block ids come from the owner's claim reply, never from what passed through an HTTP client. Where engines share a
+secret, each message travels in a signed envelope (`kvx.seal`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from kvx.addresses import endpoint_of
 from kvx.errors import HandshakeError
 from kvx.geometry import GroupGeometry
 from kvx.peer import EngineInfo, PeerDescriptor
+from kvx.seal import MESSAGE_LIMIT_BYTES as MESSAGE_LIMIT_BYTES
+from kvx.seal import PROTOCOL_VERSION, RequestSeal
+from kvx.seal import RefusedMessage as RefusedMessage
+from kvx.secret import read_secret
 
-PROTOCOL_VERSION = 1
-# A claim reply of a million blocks and a page of digests fit; a request never comes near it.
-MESSAGE_LIMIT_BYTES = 8 << 20
 DIGEST_PAGE_BYTES = 1 << 20
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -127,14 +129,6 @@ _REQUEST_DECODER: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Req
 _REPLY_DECODER: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-class RefusedMessage(HandshakeError):
-    """A message that cannot be decoded; `sequence` is its number where that could be read."""
-
-    def __init__(self, message: str, sequence: int = 0) -> None:
-        super().__init__(message)
-        self.sequence = sequence
-
-
 def encode(message: Message) -> bytes:
     return _ENCODER.encode(message)
 
@@ -163,6 +157,16 @@ def expect(reply: Reply, kind: type[T]) -> T:
         return reply
     reason = reply.reason if isinstance(reply, Refused) else f"it sent {type(reply).__name__}"
     raise HandshakeError(f"the owner refused: {reason}")
+
+
+def _reply_to(nonce: bytes, seal: RequestSeal, data: bytes, where: str) -> Reply:
+    try:
+        body, found = seal.open(data)
+    except RefusedMessage as error:
+        raise HandshakeError(f"no status from the side channel of {where}: {error}") from error
+    if found != nonce:
+        raise HandshakeError(f"the side channel of {where} answered another request than ours")
+    return decode_reply(body)
 
 
 def _check_envelope(data: bytes) -> int:
@@ -210,7 +214,11 @@ def descriptor(message: Welcome) -> PeerDescriptor:
 
 
 def request_status(host: str, port: int, timeout_s: float = 5.0) -> dict[str, Any]:
-    """An engine's status over its side channel; HandshakeError when there is no readable answer in time."""
+    """An engine's status over its side channel, signed with this process's secret where it has one.
+
+    HandshakeError: no readable answer in time. ConnectorError: the configured secret cannot be used.
+    """
+    seal = RequestSeal(read_secret())
     context = zmq.Context()
     channel = context.socket(zmq.DEALER)
     try:
@@ -219,10 +227,11 @@ def request_status(host: str, port: int, timeout_s: float = 5.0) -> dict[str, An
         channel.setsockopt(zmq.IPV6, "[" in address)
         channel.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT_BYTES)
         channel.connect(address)
-        channel.send(encode(Status(sequence=1)))
+        data, nonce = seal.seal(1, encode(Status(sequence=1)))
+        channel.send(data)
         if not channel.poll(round(timeout_s * 1000)):
             raise HandshakeError(f"no status from the side channel of {host}:{port} within {timeout_s:g} s")
-        reply = decode_reply(channel.recv())
+        reply = _reply_to(nonce, seal, channel.recv(), f"{host}:{port}")
     finally:
         context.destroy(linger=0)
     if not isinstance(reply, StatusReply):

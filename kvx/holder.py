@@ -102,14 +102,21 @@ class Holder:
     def answer(self, sender: bytes, request: Request | RefusedMessage) -> None:
         """Every request but RELEASE gets a reply, if only a refusal."""
         if isinstance(request, RefusedMessage):
-            self._side.metrics.messages_refused += 1
-            logger.warning("refused a side channel message: %s", request)
-            self._send(sender, Refused(sequence=request.sequence, reason=reason_of(request)))
+            self._refuse(sender, request)
             return
         try:
             self._answer(sender, request)
         except KVXError as error:
             self._send(sender, Refused(sequence=request.sequence, reason=reason_of(error)))
+
+    def _refuse(self, sender: bytes, refused: RefusedMessage) -> None:
+        metrics = self._side.metrics
+        metrics.refuse(refused.cause)
+        # Strangers must not fill the log: the 1st, 2nd, 4th, 8th ... of each cause.
+        count = metrics.refused_by_cause[refused.cause]
+        if count & (count - 1) == 0:
+            logger.warning("refused a side channel message (%s no. %d): %s", refused.cause, count, reason_of(refused))
+        self._send(sender, Refused(sequence=refused.sequence, reason=refused.reply or reason_of(refused)))
 
     def _answer(self, sender: bytes, request: Request) -> None:
         now = time.monotonic()

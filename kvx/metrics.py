@@ -32,9 +32,15 @@ class HandoffMetrics:
     mismatches: list[dict[str, Any]] = field(default_factory=list)
     by_connector: dict[str, int] = field(default_factory=dict)
     messages_refused: int = 0
+    refused_by_cause: dict[str, int] = field(default_factory=dict)
     internal_errors: int = 0
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_DURATIONS))
     spans_s: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=KEPT_DURATIONS))
+
+    def refuse(self, cause: str) -> None:
+        """One message of the side channel, in or out, that was not taken."""
+        self.messages_refused += 1
+        self.refused_by_cause[cause] = self.refused_by_cause.get(cause, 0) + 1
 
     def mismatch(self, request_id: str, layer_group: str, position: int) -> None:
         """One hand-off whose digests differ, first at this token position."""
@@ -61,7 +67,11 @@ class HandoffMetrics:
                 "mismatched": self.digests_mismatched,
                 "mismatches": list(self.mismatches),
             },
-            "side_channel": {"refused": self.messages_refused, "internal_errors": self.internal_errors},
+            "side_channel": {
+                "refused": self.messages_refused,
+                "refused_by_cause": dict(self.refused_by_cause),
+                "internal_errors": self.internal_errors,
+            },
             "handoff_s": list(self.durations_s),
             "spans_s": list(self.spans_s),
         }

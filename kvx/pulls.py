@@ -101,13 +101,16 @@ class Puller:
         elif not pull.transfers:
             self._guard(pull, self._moved)
 
-    def on_link_lost(self, link: Link) -> None:
-        """The owner's process ended, or closed the connection: nothing that is still to come will come."""
+    def on_link_lost(self, link: Link, why: str = "") -> None:
+        """The owner's process ended, or closed the connection: nothing that is still to come will come.
+
+        `why`: what is known of it, where there is more to say.
+        """
         owner = self._owners.of_link(link)
         if owner is None:
             return
-        error = HandshakeError(f"engine {link.host}:{link.port} closed its side channel; is it still running?")
-        self._fail_each(owner.pulls, error)
+        why = why or f"engine {link.host}:{link.port} closed its side channel; is it still running?"
+        self._fail_each(owner.pulls, HandshakeError(why))
         self._owners.remove(owner)
 
     def tick(self, now: float) -> None:

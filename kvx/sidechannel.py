@@ -1,7 +1,7 @@
 """The side channel's sockets: one server a rank, one link to each engine that it reads from.
 
 All of it belongs to the hand-off thread; ZeroMQ sockets are not for several threads. The server is bound to the
-configured host and to no other.
+configured host and to no other. With a secret, both ends sign what they send, and take nothing that is not signed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,23 @@ from kvx.handshake import (
     decode_request,
     encode,
 )
+from kvx.seal import ReplySeal, RequestSeal
 
 # ZeroMQ drops a connection that sends more than this; between the limits we answer with a refusal.
 HARD_LIMIT_BYTES = 4 * MESSAGE_LIMIT_BYTES
+# All that somebody without the secret, or with an old message, gets to know.
+STRANGERS_REPLY = "not authenticated: this engine talks only to those that share its secret"
 OnReply = Callable[[Reply], None]
 
 
 class Server:
     """Answers HELLO, CLAIM, DIGESTS, RELEASE and STATUS. The constructor binds."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, seal: ReplySeal | None = None
+    ) -> None:
         """ConnectorError, in one sentence, when the port is in use or the host is not ours. Port 0 chooses one."""
+        self._seal = seal or ReplySeal(None)
         self.socket = context.socket(zmq.ROUTER)
         try:
             address = endpoint_of(host, port)
@@ -57,26 +63,38 @@ class Server:
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def requests(self) -> Iterator[tuple[bytes, Request | RefusedMessage]]:
-        """What has arrived: (sender, request), or what was wrong with it."""
+        """What has arrived: (where a reply goes, request), or what was wrong with it."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if len(frames) != 2:
-                yield frames[0], RefusedMessage(f"a side channel message has one frame, found {len(frames) - 1}")
+                error = RefusedMessage(f"a side channel message has one frame, found {len(frames) - 1}")
+                yield self._refuse(frames[0], error)
                 continue
             try:
-                yield frames[0], decode_request(frames[1])
+                body, nonce = self._seal.open(frames[1])
             except RefusedMessage as error:
-                yield frames[0], error
+                yield self._refuse(frames[0], error)
+                continue
+            try:
+                yield _receiver(frames[0], nonce), decode_request(body)
+            except RefusedMessage as error:
+                yield _receiver(frames[0], nonce), error
 
     def send(self, receiver: bytes, message: Message) -> None:
         """Without waiting: a receiver that is gone or does not read loses the message, its deadline tells it."""
+        name, nonce = receiver[1 + receiver[0] :], receiver[1 : 1 + receiver[0]]
         try:
-            self.socket.send_multipart([receiver, encode(message)], zmq.NOBLOCK)
+            self.socket.send_multipart([name, self._seal.seal(message.sequence, nonce, encode(message))], zmq.NOBLOCK)
         except zmq.Again:
             pass
+
+    def _refuse(self, name: bytes, error: RefusedMessage) -> tuple[bytes, RefusedMessage]:
+        if self._seal.is_strict:
+            error.reply = STRANGERS_REPLY
+        return _receiver(name, b""), error
 
     def close(self) -> None:
         self.socket.close(linger=0)
@@ -85,7 +103,14 @@ class Server:
 class Link:
     """Our end of the side channel of one engine. `host` is what the engine is known by, `address` where it is."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, address: str) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        port: int,
+        address: str,
+        seal: RequestSeal | None = None,
+    ) -> None:
         """HandshakeError when nothing can be connected to there; no socket is left then."""
         self.host, self.port = host, port
         where = endpoint(address, port)
@@ -101,11 +126,13 @@ class Link:
             self.close()
             raise HandshakeError(f"the side channel cannot connect to {host}:{port}: {error}") from error
         self._sequence = 0
-        self._waiting: dict[int, OnReply] = {}
+        self._seal = seal or RequestSeal(None)
+        self._waiting: dict[int, tuple[OnReply, bytes]] = {}
 
     def ask(self, message: Message, on_reply: OnReply) -> None:
         """Send a request (its `sequence` is set here); the reply, if one comes, goes to `on_reply`."""
-        self._waiting[self._send(message)] = on_reply
+        nonce = self._send(message)
+        self._waiting[self._sequence] = on_reply, nonce
 
     def tell(self, message: Message) -> None:
         """Send a message that has no reply."""
@@ -121,10 +148,15 @@ class Link:
                 data = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            reply = decode_reply(data)
-            on_reply = self._waiting.pop(reply.sequence, None)
-            if on_reply is not None:
-                yield on_reply, reply
+            body, nonce = self._seal.open(data)
+            reply = decode_reply(body)
+            on_reply, asked = self._waiting.get(reply.sequence, (None, b""))
+            if on_reply is None:
+                continue
+            if nonce != asked:
+                raise RefusedMessage("a reply was signed for another request", reply.sequence, "replayed")
+            del self._waiting[reply.sequence]
+            yield on_reply, reply
 
     def is_lost(self) -> bool:
         """Whether the engine closed the connection: it ended, whatever has taken its port since."""
@@ -140,14 +172,21 @@ class Link:
         # What was said last (a release) still goes out if it can within this time.
         self.socket.close(linger=200)
 
-    def _send(self, message: Message) -> int:
+    def _send(self, message: Message) -> bytes:
+        """The nonce that its reply must have."""
         self._sequence += 1
         message.sequence = self._sequence
+        data, nonce = self._seal.seal(self._sequence, encode(message))
         try:
-            self.socket.send(encode(message), zmq.NOBLOCK)
+            self.socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
             raise HandshakeError(f"the side channel of {self.host}:{self.port} takes no more messages") from None
-        return self._sequence
+        return nonce
+
+
+def _receiver(name: bytes, nonce: bytes) -> bytes:
+    """Where a reply goes: ZeroMQ's name of the asker, and the nonce of what it asked."""
+    return bytes([len(nonce)]) + nonce + name
 
 
 def reason_of(error: KVXError) -> str:

@@ -18,6 +18,7 @@ from ..handoff import CacheFollower, EngineInfo, HandoffWorker, Pull
 from ..layout import KVCacheLayout, require_block_compact
 from ..offload import HostPool
 from ..offload_worker import OffloadConnector, OffloadEvents, OffloadWorker
+from ..secret import read_secret
 from . import allocation, bridge_offload, settings
 from .bridge_offload import OffloadWork, RankReport
 from .bridge_scheduler import HoldWork, PullWork, StepWork
@@ -48,6 +49,7 @@ class BridgeWorker:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings.for_rank(vllm_config)
+        self._secret = read_secret()
         self._seam: WorkerSeam = current_seam()
         self._connectors: list[Connector] = []
         self._handoff: HandoffWorker | None = None
@@ -99,7 +101,9 @@ class BridgeWorker:
         if not self._connectors and registry.AUTO in self._settings.connectors:
             raise ConnectorError("auto has no connector that could be opened; the log above says why")
         movers = [connector for connector in self._connectors if connector.capabilities.reaches_processes]
-        self._handoff = HandoffWorker(self._settings, self._info(), movers, status_extra=self._status)
+        self._handoff = HandoffWorker(
+            self._settings, self._info(), movers, status_extra=self._status, secret=self._secret
+        )
         self._handoff.open(
             groups=groups,
             views=kv_caches,

@@ -18,6 +18,12 @@ def from_vllm(vllm_config: Any) -> HandoffSettings:
         ConnectorError: an option that kvx does not have, or a value of the wrong kind; the message names it.
     """
     given = dict(settings_of(vllm_config))
+    secrets = sorted(name for name in given if "secret" in name.lower())
+    if secrets:
+        raise ConnectorError(
+            f"kv_connector_extra_config has {', '.join(secrets)}, and vLLM logs all of it; take it out, and name a file"
+            " with the secret in the environment: KVX_SECRET_FILE"
+        )
     known = {field.name: field for field in dataclasses.fields(HandoffSettings)}
     unknown = sorted(set(given) - set(known))
     if unknown:

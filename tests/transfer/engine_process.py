@@ -53,6 +53,7 @@ class Engine:
         from kvx.handoff import CacheFollower, EngineInfo, HandoffSettings, HandoffWorker
         from kvx.plan import HeadRange, group_geometry
         from kvx.registry import connector_classes
+        from kvx.secret import read_secret
         from kvx.tensor import views_of
 
         self.config = config
@@ -81,7 +82,7 @@ class Engine:
             engine_id=config.engine_id, model=config.model, dtype=config.dtype, kv_cache_dtype=config.dtype,
             tp_size=config.tp_size,
         )  # fmt: skip
-        self.worker = HandoffWorker(HandoffSettings(**config.settings), info, self.connectors)
+        self.worker = HandoffWorker(HandoffSettings(**config.settings), info, self.connectors, secret=read_secret())
         self.worker.open(self.groups, self.views, config.num_blocks, self.cache.generation, config.layout)
         self.cache.attach(CacheFollower(self.worker, lambda: self.cache.committed_blocks))
 

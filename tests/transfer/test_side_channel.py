@@ -73,7 +73,10 @@ def test_bad_messages_are_refused_and_counted(start_engines: StartEngines, deale
     assert dealer.poll(5000)
     dealer.recv()
     status = request_status("127.0.0.1", owner.port)
-    assert status["side_channel"] == {"refused": len(BAD) + 2, "internal_errors": 0}
+    refused = len(BAD) + 2
+    assert status["side_channel"] == {
+        "refused": refused, "refused_by_cause": {"malformed": refused}, "internal_errors": 0,
+    }  # fmt: skip
     # Larger still: ZeroMQ drops the connection before the message is in memory.
     dealer.send(b"\0" * (HARD_LIMIT_BYTES + 1))
     assert not dealer.poll(300)

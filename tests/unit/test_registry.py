@@ -101,6 +101,7 @@ def test_only_some_connectors_need_memory_of_a_special_kind(monkeypatch: pytest.
         ("side_channel_host", None, "side_channel_host is None"),
         ("lease_s", True, "lease_s is True; it needs seconds, more than 0, at most 3600"),
         ("grace_s", False, "grace_s is False; it needs seconds, 0 or more, at most 3600"),
+        ("auth_window_s", 0, "auth_window_s is 0; it needs seconds, more than 0"),
         ("connectors", (), "connectors is ()"),
         ("connectors", "nixl", "connectors is 'nixl'"),
         ("inject", ["stale"], "inject is ['stale']"),

@@ -1,0 +1,178 @@
+"""The side channel between strangers: an engine with a secret answers those alone that have it, too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from engine_process import EngineConfig, Remote, StartEngines
+from test_handoff import hand_off, pull
+from test_side_channel import BAD
+
+from kvx.errors import HandshakeError
+from kvx.handshake import Claim, Digests, Hello, Message, Release, Status, decode_reply, encode, request_status
+from kvx.seal import RequestSeal
+from kvx.secret import Secret
+from kvx.sidechannel import HARD_LIMIT_BYTES, STRANGERS_REPLY
+
+pytestmark = pytest.mark.transfer
+
+KEY = "a secret for tests, and for nothing else"
+WITH_SECRET = {"KVX_SECRET": KEY}
+SECRET = Secret(KEY.encode())
+
+
+class Stranger:
+    """Somebody who speaks ZeroMQ, and is not an engine."""
+
+    def __init__(self, owner: Remote) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(f"tcp://127.0.0.1:{owner.port}")
+
+    def say(self, data: bytes) -> None:
+        self._socket.send(data)
+
+    def ask(self, data: bytes) -> dict[str, Any]:
+        self.say(data)
+        return self.hear()
+
+    def hear(self) -> dict[str, Any]:
+        assert self._socket.poll(5000), "no answer"
+        reply: dict[str, Any] = msgspec.msgpack.decode(self._socket.recv())
+        return reply
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def stranger_at() -> Iterator[Callable[[Remote], Stranger]]:
+    made: list[Stranger] = []
+
+    def make(owner: Remote) -> Stranger:
+        made.append(Stranger(owner))
+        return made[-1]
+
+    yield make
+    for stranger in made:
+        stranger.close()
+
+
+def requests() -> list[Message]:
+    return [
+        Hello(sequence=1, engine_id="decode"),
+        Claim(sequence=2, request_id="r", reader="me", wait_s=1.0),
+        Digests(sequence=3, request_id="r", group=0, first_token=0, num_tokens=1, head_start=0, head_count=1),
+        Status(sequence=4),
+        Release(sequence=5, request_id="r", reader="me"),
+    ]
+
+
+def only_refused(reply: dict[str, Any]) -> bool:
+    return reply.keys() == {"kind", "version", "sequence", "reason"} and reply["reason"] == STRANGERS_REPLY
+
+
+def refused(engine: Remote) -> dict[str, int]:
+    found: dict[str, int] = engine.status()["side_channel"]["refused_by_cause"]
+    return found
+
+
+def test_a_pair_with_a_secret_hands_off_and_verifies(
+    start_engines: StartEngines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text(KEY + "\n")
+    path.chmod(0o600)
+    owner, reader = start_engines(
+        EngineConfig("prefill", settings={"verify": "all"}, environ={"KVX_SECRET_FILE": str(path)}),
+        EngineConfig("decode", settings={"verify": "all"}, environ=WITH_SECRET),
+    )
+    for seed in range(3):
+        hand_off(owner, reader, 100, seed)
+    assert refused(owner) == refused(reader) == {}
+    monkeypatch.setenv("KVX_SECRET", KEY)
+    status = request_status("127.0.0.1", owner.port)
+    assert status["handoff"]["released"] == 3
+    assert KEY not in str(status)
+    for wrong in ("another secret altogether", None):
+        monkeypatch.delenv("KVX_SECRET") if wrong is None else monkeypatch.setenv("KVX_SECRET", wrong)
+        with pytest.raises(HandshakeError):
+            request_status("127.0.0.1", owner.port)
+
+
+def test_a_stranger_gets_nothing_and_frees_nothing(
+    start_engines: StartEngines, stranger_at: Callable[[Remote], Stranger]
+) -> None:
+    owner, reader = start_engines(
+        EngineConfig("prefill", settings={"verify": "all"}, environ=WITH_SECRET),
+        EngineConfig("decode", settings={"verify": "all"}, environ=WITH_SECRET),
+    )
+    owner.hold("r", [[1, 2]], 20)
+    stranger, other = stranger_at(owner), RequestSeal(Secret(b"not the secret of it"))
+    for request in requests():
+        assert only_refused(stranger.ask(encode(request)))
+        assert only_refused(stranger.ask(other.seal(request.sequence, encode(request))[0]))
+    for name, data in BAD.items():
+        assert only_refused(stranger.ask(data)), name
+    counted = refused(owner)
+    assert counted["unsigned"] >= 5
+    assert counted["forged"] == 5
+    assert sum(counted.values()) == 10 + len(BAD)
+    stranger.say(b"\0" * (HARD_LIMIT_BYTES + 1))  # ends its own connection
+    assert not any(owner.events(0.2).values())
+    assert owner.status()["handoff"] == {"holds": 1, "released": 0, "expired": 0}
+    assert owner.status()["side_channel"]["internal_errors"] == 0
+    hand_off(owner, reader, 100, 1)
+
+
+def test_replayed_and_stale_messages_are_refused(
+    start_engines: StartEngines, stranger_at: Callable[[Remote], Stranger]
+) -> None:
+    (owner,) = start_engines(EngineConfig("prefill", settings={"auth_window_s": 5.0}, environ=WITH_SECRET))
+    engine, thief = RequestSeal(SECRET), stranger_at(owner)
+    caught, nonce = engine.seal(1, encode(Hello(sequence=1, engine_id="decode")))
+    known = stranger_at(owner)
+    body, echoed = engine.open(msgspec.msgpack.encode(known.ask(caught)))
+    assert decode_reply(body).sequence == 1
+    assert echoed == nonce
+    assert only_refused(thief.ask(caught))
+    old = RequestSeal(SECRET, clock=lambda: time.time() - 6.0)
+    early = RequestSeal(SECRET, clock=lambda: time.time() + 6.0)
+    for seal in (old, early):
+        assert only_refused(thief.ask(seal.seal(1, encode(Status(sequence=1)))[0]))
+    assert refused(owner) == {"replayed": 1, "stale": 2}
+
+
+@pytest.mark.parametrize(
+    ("owners", "readers", "cause"),
+    [
+        (WITH_SECRET, {}, "not authenticated"),
+        (WITH_SECRET, {"KVX_SECRET": "another secret altogether"}, "give both engines the same KVX_SECRET_FILE"),
+        ({}, WITH_SECRET, "give both engines the same KVX_SECRET_FILE"),
+    ],
+)
+def test_a_pull_between_engines_that_share_no_secret_says_so(
+    start_engines: StartEngines, owners: dict[str, str], readers: dict[str, str], cause: str
+) -> None:
+    owner, reader = start_engines(EngineConfig("prefill", environ=owners), EngineConfig("decode", environ=readers))
+    owner.hold("r", [[1]], 16)
+    pull(reader, owner, "r", [[1]], 0, 16)
+    failure = reader.events(5)["failed"]["r"]
+    assert cause in failure
+    assert KEY not in failure
+    assert owner.status()["handoff"]["holds"] == 1
+
+
+def test_a_secret_that_others_may_read_is_one_clear_sentence(start_engines: StartEngines, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text(KEY)
+    path.chmod(0o644)
+    with pytest.raises(RuntimeError, match=r"KVX_SECRET_FILE .* has mode 0644; give a regular file") as raised:
+        start_engines(EngineConfig("prefill", environ={"KVX_SECRET_FILE": str(path)}))
+    assert KEY not in str(raised.value)
