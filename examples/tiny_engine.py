@@ -85,6 +85,7 @@ class Ticket:
     port: int
     num_tokens: int
     first_token: int
+    signed: str
 
 
 class TinyEngine:
@@ -341,7 +342,8 @@ class TinyEngine:
         self._held[request_id] = request.blocks
         self.worker.hold(request_id, [request.blocks[: self._num_blocks(len(prompt))]], len(prompt))
         host, port = self._handoff.side_channel_host, self.worker.port
-        return Ticket(request_id, self.settings.engine_id, host, port, len(prompt), first_token)
+        signed = self.worker.ticket(request_id, len(prompt))  # empty without a secret
+        return Ticket(request_id, self.settings.engine_id, host, port, len(prompt), first_token, signed)
 
     def collect(self, timeout_s: float = 0.0) -> int:
         """Frees what readers have fetched, or what nobody fetched within the lease. Returns how many are still held.
@@ -380,7 +382,7 @@ class TinyEngine:
             Pull(
                 request_id=name, remote_request_id=ticket.request_id, remote_engine_id=ticket.engine_id,
                 host=ticket.host, port=ticket.port, blocks=[request.blocks[: self._num_blocks(ticket.num_tokens)]],
-                first_token=0, num_tokens=ticket.num_tokens,
+                first_token=0, num_tokens=ticket.num_tokens, ticket=ticket.signed,
             )
         )  # fmt: skip
         while True:  # every step has a deadline, so one of the two comes

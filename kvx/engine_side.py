@@ -22,6 +22,7 @@ from kvx.metrics import HandoffMetrics
 from kvx.offload import Eviction
 from kvx.peer import EngineInfo, PeerDescriptor
 from kvx.seal import DEFAULT_WINDOW_S
+from kvx.secret import Secret
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,10 @@ class HandoffSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Pull:
-    """What the engine asks for. `blocks`: per layer group, by position; -1 where nothing is wanted."""
+    """What the engine asks for. `blocks`: per layer group, by position; -1 where nothing is wanted.
+
+    `ticket`: the owner's, which a pull needs where there is a secret.
+    """
 
     request_id: str
     remote_request_id: str
@@ -92,6 +96,7 @@ class Pull:
     blocks: Sequence[Sequence[int]]
     first_token: int
     num_tokens: int
+    ticket: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,8 +156,10 @@ class EngineSide:
         info: EngineInfo,
         connectors: Sequence[Connector],
         post: Callable[[Callable[[], None]], None],
+        secret: Secret | None = None,
     ) -> None:
         self.settings, self.info, self.connectors, self.post = settings, info, tuple(connectors), post
+        self.secret = secret
         self.instance = uuid.uuid4().hex
         self.metrics = HandoffMetrics()
         self.outbox = Outbox()

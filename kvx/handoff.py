@@ -33,6 +33,7 @@ from kvx.region import MemoryRegion
 from kvx.seal import ReplySeal, RequestSeal
 from kvx.secret import Secret
 from kvx.sidechannel import Link, Server, reason_of
+from kvx.ticket import Ticket, write_ticket
 
 __all__ = ["CacheFollower", "EngineInfo", "HandoffEvents", "HandoffSettings", "HandoffWorker", "Pull"]
 
@@ -61,8 +62,7 @@ class HandoffWorker:
     ) -> None:
         self._settings = settings
         self._status_extra = status_extra
-        self._secret = secret
-        self._side = EngineSide(settings, info, connectors, self._post)
+        self._side = EngineSide(settings, info, connectors, self._post, secret)
         self._holder = Holder(self._side, lambda receiver, message: self._server.send(receiver, message), self.status)
         self._puller = Puller(self._side, self._open_link, self._close_link)
         self._pulling: set[str] = set()  # the engine's thread: pulls whose outcome it has not taken
@@ -80,6 +80,11 @@ class HandoffWorker:
         """Where the side channel listens."""
         self._require_open()
         return self._server.port
+
+    @property
+    def instance(self) -> str:
+        """New with every start of the process."""
+        return self._side.instance
 
     def open(
         self,
@@ -106,7 +111,7 @@ class HandoffWorker:
                 self._context,
                 self._settings.side_channel_host,
                 self._settings.side_channel_port,
-                ReplySeal(self._secret, self._settings.auth_window_s),
+                ReplySeal(self._side.secret, self._settings.auth_window_s),
             )
         except BaseException:
             self._context.destroy(linger=0)
@@ -137,6 +142,21 @@ class HandoffWorker:
         self._post(lambda: self._holder.add(hold))
         if hold.digests is not None:  # after the note above, so that it is also seen after it
             hold.digests.add_done_callback(lambda _: self._post(lambda: self._holder.on_digests(hold)))
+
+    def ticket(self, request_id: str, num_tokens: int, lease_s: float | None = None) -> str:
+        """What a reader needs to pull a hold of this engine's one rank; empty without a secret."""
+        if self._side.secret is None:
+            return ""
+        ticket = Ticket(
+            request_id=request_id,
+            engine_id=self._side.info.engine_id,
+            instances=(self.instance,),
+            host=self._settings.side_channel_host,
+            port=self.port,
+            num_tokens=num_tokens,
+            expires_s=time.time() + (self._settings.lease_s if lease_s is None else lease_s),
+        )
+        return write_ticket(self._side.secret, ticket)
 
     def drop(self, request_id: str) -> None:
         """Abort a hold; it is reported as released when no reader is at it any more."""
@@ -338,7 +358,7 @@ class HandoffWorker:
     # Links
 
     def _open_link(self, host: str, port: int, address: str) -> Link:
-        seal = RequestSeal(self._secret, self._settings.auth_window_s)
+        seal = RequestSeal(self._side.secret, self._settings.auth_window_s)
         link = Link(self._context, host, port, address, seal)
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)

@@ -20,6 +20,7 @@ from kvx.seal import MESSAGE_LIMIT_BYTES as MESSAGE_LIMIT_BYTES
 from kvx.seal import PROTOCOL_VERSION, RequestSeal
 from kvx.seal import RefusedMessage as RefusedMessage
 from kvx.secret import read_secret
+from kvx.ticket import LONGEST_TICKET
 
 DIGEST_PAGE_BYTES = 1 << 20
 
@@ -56,11 +57,13 @@ class Claim(Message):
     """Ask for a held request. One not held yet is waited for, `wait_s` at most.
 
     `reader` names the pull, not only its engine: several pulls may claim one hold, and each releases its own claim.
+    `ticket` as the owner's engine signed it; empty without a secret.
     """
 
     request_id: Text
     reader: Text
     wait_s: Seconds
+    ticket: Annotated[str, msgspec.Meta(max_length=LONGEST_TICKET)] = ""
 
 
 class Claimed(Message):

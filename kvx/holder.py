@@ -9,7 +9,7 @@ from typing import Any
 
 from kvx import inject
 from kvx.engine_side import EngineSide
-from kvx.errors import KVXError
+from kvx.errors import KVXError, TransferError
 from kvx.handshake import (
     Claim,
     Digests,
@@ -24,6 +24,7 @@ from kvx.handshake import (
 )
 from kvx.holds import Hold, HoldTable, stale_covered
 from kvx.sidechannel import reason_of
+from kvx.ticket import read_ticket
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ class Holder:
                 self.setup_until = now + SETUP_S
                 self._send(sender, welcome(request.sequence, self._side.describe()))
             case Claim():
+                self._check_ticket(request)
                 self._table.claim(sender, request, now)
             case Release():
                 if self._table.release(request.request_id, request.reader):
@@ -133,6 +135,19 @@ class Holder:
                 self._answer_digests(sender, request)
             case _:
                 self._send(sender, StatusReply(sequence=request.sequence, status=self._status()))
+
+    def _check_ticket(self, claim: Claim) -> None:
+        """TransferError: there is a secret, and no ticket of ours for just this hold."""
+        if self._side.secret is None:
+            return
+        engine_id = self._side.info.engine_id
+        ticket = read_ticket(self._side.secret, claim.ticket, request_id=claim.request_id, engine_id=engine_id)
+        ticket.require_instance(self._side.instance)
+        hold = self._table.holds.get(claim.request_id)
+        if hold is not None and hold.num_tokens != ticket.num_tokens:
+            raise TransferError(
+                f"the ticket of request {claim.request_id} has {ticket.num_tokens} tokens, its hold {hold.num_tokens}"
+            )
 
     def _answer_digests(self, sender: bytes, ask: Digests) -> None:
         hold = self._table.holds.get(ask.request_id)

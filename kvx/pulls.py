@@ -44,6 +44,7 @@ from kvx.plan import Runs, plan
 from kvx.pull_check import Checker
 from kvx.pull_state import ActivePull, Owner, Phase
 from kvx.sidechannel import Link
+from kvx.ticket import read_ticket
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Puller:
         pull.span_started = now
         self._pulls[spec.request_id] = pull
         owner.pulls.add(pull)
-        self._guard(pull, self._greet_or_claim)
+        self._guard(pull, self._begin)
 
     def cancel(self, request_id: str) -> None:
         """A request of the engine's: the pull ends as failed, once its blocks are safe."""
@@ -141,6 +142,17 @@ class Puller:
 
     # LOOK UP, GREET
 
+    def _begin(self, pull: ActivePull) -> None:
+        """What an HTTP client could have changed is checked before anything is connected to."""
+        spec, secret = pull.spec, self._side.secret
+        if secret is not None:
+            ticket = read_ticket(
+                secret, spec.ticket, request_id=spec.remote_request_id, engine_id=spec.remote_engine_id
+            )
+            ticket.require_place(spec.host, spec.port)
+            ticket.require_tokens(spec.first_token + spec.num_tokens)
+        self._greet_or_claim(pull)
+
     def _on_opened(self, owner: Owner, error: KVXError | None) -> None:
         waiting = [pull for pull in owner.pulls if pull.phase is Phase.LOOK_UP and pull.cause is None]
         if error is not None:
@@ -195,6 +207,7 @@ class Puller:
             request_id=pull.spec.remote_request_id,
             reader=pull.reader,
             wait_s=max(0.0, pull.deadline - now),
+            ticket=pull.spec.ticket if self._side.secret is not None else "",
         )
         pull.owner.link.ask(claim, lambda reply: self._guard(pull, lambda pull: self._on_claimed(pull, reply)))
 

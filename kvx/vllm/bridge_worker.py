@@ -225,6 +225,7 @@ class BridgeWorker:
                     blocks=pull.blocks or no_blocks,
                     first_token=pull.first_token,
                     num_tokens=pull.num_tokens,
+                    ticket=pull.ticket,
                 )
             )
         except KVXError as error:

@@ -112,6 +112,9 @@ class Engine:
     def hold(self, request_id: str, blocks: list[list[int]], num_tokens: int, lease_s: float | None = None) -> None:
         self.worker.hold(request_id, blocks, num_tokens, lease_s)
 
+    def ticket(self, request_id: str, num_tokens: int, lease_s: float | None = None) -> str:
+        return self.worker.ticket(request_id, num_tokens, lease_s)
+
     def drop(self, request_id: str) -> None:
         self.worker.drop(request_id)
 

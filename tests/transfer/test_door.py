@@ -15,10 +15,23 @@ from test_handoff import hand_off, pull
 from test_side_channel import BAD
 
 from kvx.errors import HandshakeError
-from kvx.handshake import Claim, Digests, Hello, Message, Release, Status, decode_reply, encode, request_status
+from kvx.handshake import (
+    Claim,
+    Claimed,
+    Digests,
+    Hello,
+    Message,
+    Refused,
+    Release,
+    Status,
+    decode_reply,
+    encode,
+    request_status,
+)  # fmt: skip
 from kvx.seal import RequestSeal
 from kvx.secret import Secret
 from kvx.sidechannel import HARD_LIMIT_BYTES, STRANGERS_REPLY
+from kvx.ticket import Ticket, write_ticket
 
 pytestmark = pytest.mark.transfer
 
@@ -162,11 +175,80 @@ def test_a_pull_between_engines_that_share_no_secret_says_so(
 ) -> None:
     owner, reader = start_engines(EngineConfig("prefill", environ=owners), EngineConfig("decode", environ=readers))
     owner.hold("r", [[1]], 16)
-    pull(reader, owner, "r", [[1]], 0, 16)
+    ticket = a_ticket(owner, "r", secret=Secret(readers.get("KVX_SECRET", "none").encode()))
+    pull(reader, owner, "r", [[1]], 0, 16, ticket)
     failure = reader.events(5)["failed"]["r"]
     assert cause in failure
     assert KEY not in failure
     assert owner.status()["handoff"]["holds"] == 1
+
+
+def a_ticket(owner: Remote, request_id: str, **changed: Any) -> str:
+    """One that an engine with the secret could have signed."""
+    fields = {"request_id": request_id, "engine_id": "prefill", "instances": ("x",), "host": "127.0.0.1",
+              "port": owner.port, "num_tokens": 16, "expires_s": time.time() + 30}  # fmt: skip
+    return write_ticket(changed.pop("secret", SECRET), Ticket(**{**fields, **changed}))
+
+
+def test_only_the_owners_own_ticket_leads_to_a_hold(start_engines: StartEngines) -> None:
+    owner, reader = start_engines(
+        EngineConfig("prefill", environ=WITH_SECRET), EngineConfig("decode", environ=WITH_SECRET)
+    )
+    owner.fill([[1]], 16, 1)
+    for request in ("r", "s"):
+        owner.hold(request, [[1]], 16)
+    right = owner.ticket("r", 16)
+    before_anything_is_connected = {
+        "has no ticket": "",
+        "is not one that an engine with our secret signed": a_ticket(owner, "r", secret=Secret(b"some other secret")),
+        "is for request s of engine prefill, not for r": owner.ticket("s", 16),
+        "is for request r of engine other": a_ticket(owner, "r", engine_id="other"),
+        "expired": owner.ticket("r", 16, lease_s=-1.0),
+        "leads to 127.0.0.1 port": a_ticket(owner, "r", port=owner.port - 1),
+        "is for 15 tokens, 16 were asked for": owner.ticket("r", 15),
+    }
+    fds = reader.num_fds()
+    for number, (cause, ticket) in enumerate(before_anything_is_connected.items()):
+        ask(reader, owner, f"a{number}", "r", ticket)
+        assert cause in reader.events(5)["failed"][f"a{number}"]
+    assert reader.num_fds() == fds, "something was connected to"
+    by_the_owner = {
+        "of an engine that has restarted": a_ticket(owner, "r"),
+        "has 17 tokens, its hold 16": owner.ticket("r", 17),
+    }
+    for number, (cause, ticket) in enumerate(by_the_owner.items()):
+        ask(reader, owner, f"b{number}", "r", ticket)
+        assert cause in reader.events(5)["failed"][f"b{number}"]
+    assert owner.status()["handoff"] == {"holds": 2, "released": 0, "expired": 0}
+    ask(reader, owner, "c", "r", right)
+    assert reader.events(5)["received"] == {"c"}
+    assert reader.read([[3]], 0, 16) == owner.read([[1]], 0, 16)
+    assert owner.events(5)["released"] == {"r"}
+
+
+def test_the_owner_checks_the_ticket_of_a_claim_itself(
+    start_engines: StartEngines, stranger_at: Callable[[Remote], Stranger]
+) -> None:
+    """An engine that knows the secret, and checks nothing."""
+    (owner,) = start_engines(EngineConfig("prefill", environ=WITH_SECRET))
+    owner.hold("r", [[1]], 16)
+    owner.hold("s", [[2]], 16)
+    engine, seal = stranger_at(owner), RequestSeal(SECRET)
+    tickets = ["", "x", owner.ticket("s", 16), owner.ticket("r", 16, lease_s=-1), a_ticket(owner, "r")]
+    for sequence, ticket in enumerate([*tickets, owner.ticket("r", 16)], start=1):
+        claim = Claim(sequence=sequence, request_id="r", reader="me", wait_s=1.0, ticket=ticket)
+        body, _ = seal.open(msgspec.msgpack.encode(engine.ask(seal.seal(sequence, encode(claim))[0])))
+        reply = decode_reply(body)
+        assert isinstance(reply, Claimed if sequence > len(tickets) else Refused), ticket
+    assert isinstance(reply, Claimed)
+    assert reply.blocks == [[1]]
+
+
+def ask(reader: Remote, owner: Remote, name: str, request_id: str, ticket: str) -> None:
+    reader.pull(
+        request_id=name, remote_request_id=request_id, remote_engine_id="prefill", host="127.0.0.1", port=owner.port,
+        blocks=[[3]], first_token=0, num_tokens=16, ticket=ticket,
+    )  # fmt: skip
 
 
 def test_a_secret_that_others_may_read_is_one_clear_sentence(start_engines: StartEngines, tmp_path: Path) -> None:
