@@ -34,6 +34,7 @@ from tiny_process import Remote
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from kvx import door
 from kvx.cache import ExtensibleKVCache
 from kvx.drivers.base import Driver
 from kvx.drivers.host_memory import resident_bytes
@@ -165,6 +166,7 @@ class TinyEngine:
         # Attached now, opened by the cache itself, and only once it has grown: a transfer library would pin or refuse
         # memory that is to be replaced, and addresses that have none.
         self.connectors = [connector_class() for connector_class in connector_classes(settings.connectors)]
+        door.prepare(self._handoff, self.connectors)
         for connector in self.connectors:
             self.cache.attach(connector)
 

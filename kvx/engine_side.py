@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 
 from kvx import inject
+from kvx.addresses import AllowedHosts, network_of
 from kvx.connector import Connector, ConnectorState
 from kvx.digest import GroupDigests, digests
 from kvx.errors import ConnectorError, ConnectorStateError
@@ -30,7 +31,8 @@ class HandoffSettings:
     """Everything a user may set. `verify` takes and compares digests; `inject` is for negative controls only.
 
     `offload_bytes`: host memory of each rank for connectors that offload. `auth_window_s`: how old a signed message may
-    be, and how far the engines' clocks may be apart.
+    be, and how far the engines' clocks may be apart. `allowed_hosts`: names, addresses and networks that hand-offs may
+    lead to; none given: loopback, where the side channel is there, or else wherever a ticket leads.
     """
 
     connectors: tuple[str, ...] = ("nixl",)
@@ -44,6 +46,8 @@ class HandoffSettings:
     offload_bytes: int = 1 << 30
     offload_eviction: Eviction = "lru"
     auth_window_s: float = DEFAULT_WINDOW_S
+    allowed_hosts: tuple[str, ...] = ()
+    allow_unauthenticated_data_plane: bool = False
 
     def __post_init__(self) -> None:
         names = self.connectors
@@ -52,6 +56,15 @@ class HandoffSettings:
         if not isinstance(self.side_channel_host, str) or not self.side_channel_host.strip():
             raise ConnectorError(
                 f"side_channel_host is {self.side_channel_host!r}; it needs an address of this machine"
+            )
+        hosts = self.allowed_hosts
+        if not isinstance(hosts, tuple) or not all(isinstance(host, str) for host in hosts):
+            raise ConnectorError(f"allowed_hosts is {hosts!r}; it needs a tuple of names, addresses and networks")
+        for host in hosts:
+            network_of(host)
+        if not isinstance(self.allow_unauthenticated_data_plane, bool):
+            raise ConnectorError(
+                f"allow_unauthenticated_data_plane is {self.allow_unauthenticated_data_plane!r}; it needs true or false"
             )
         port = self.side_channel_port
         if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 65536:
@@ -160,6 +173,7 @@ class EngineSide:
     ) -> None:
         self.settings, self.info, self.connectors, self.post = settings, info, tuple(connectors), post
         self.secret = secret
+        self.allowed = AllowedHosts.loopback()  # until the hand-off opens
         self.instance = uuid.uuid4().hex
         self.metrics = HandoffMetrics()
         self.outbox = Outbox()

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import zmq
 
+from kvx import door
 from kvx.connector import Connector, ConnectorState
 from kvx.engine_side import EngineSide, HandoffEvents, HandoffSettings, Pull
 from kvx.errors import ConnectorStateError, LayoutError
@@ -98,13 +99,15 @@ class HandoffWorker:
 
         `views`: layer name -> [B, H, N, C], or in kernel blocks. Connectors are opened by the cache they attach to;
         a `CacheFollower` attached after them suspends and resumes the hand-off whenever the memory changes.
-        ConnectorError: the port is in use, or the host is not ours.
+        ConnectorError: the port is in use, the host is not ours, or nothing says whom to talk to (`kvx.door`).
         """
         self._side.update(groups, views, num_blocks, generation, layout)
         self._side.is_suspended = False
         self._post(lambda: self._holder.resume(generation))
         if self._thread is not None:
             return
+        self._side.allowed = door.allowed_hosts(self._settings, self._side.secret)
+        door.warn_of_strangers(self._settings, self._side.secret)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._server = Server(

@@ -95,7 +95,10 @@ class MooncakeConnector(Connector):
 
     name: ClassVar[str] = "mooncake"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        operations=frozenset(Op), notify=False, memory=frozenset({"cpu"})
+        operations=frozenset(Op),
+        notify=False,
+        memory=frozenset({"cpu"}),
+        ports="two TCP ports of Mooncake's choice, on every interface",
     )
 
     def __init__(self) -> None:

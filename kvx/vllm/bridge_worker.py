@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import registry
+from .. import door, registry
 from ..cache import CacheState, RegionUser
 from ..connector import Connector
 from ..errors import CacheStateError, ConnectorError, KVXError
@@ -90,6 +90,7 @@ class BridgeWorker:
             connector = connector_class()
             if isinstance(connector, OffloadConnector) and not self._begin_offload(connector, groups, kv_caches):
                 continue
+            door.prepare(self._settings, [connector])
             try:
                 cache.attach(connector)
             except ConnectorError as error:

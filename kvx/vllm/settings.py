@@ -35,6 +35,8 @@ def from_vllm(vllm_config: Any) -> HandoffSettings:
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names) or not names:
             raise ConnectorError(f"kv_connector_extra_config.connectors is {names!r}; it needs a list of names")
         given["connectors"] = tuple(names)
+    if isinstance(given.get("allowed_hosts"), list):
+        given["allowed_hosts"] = tuple(given["allowed_hosts"])
     return HandoffSettings(**given)
 
 

@@ -47,6 +47,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         from kvx_connectors.nixl import NixlConnector
 
+        from kvx import door
         from kvx.cache import ExtensibleKVCache
         from kvx.drivers.host import HostDriver
         from kvx.drivers.shared_host import SharedHostDriver
@@ -72,6 +73,8 @@ class Engine:
             found(config.agent_name) if issubclass(found, NixlConnector) else found() for found in classes
         ]
         self.connector = self.connectors[0]
+        settings = HandoffSettings(**config.settings)
+        door.prepare(settings, self.connectors)
         self.cache.commit(4)
         for connector in self.connectors:
             self.cache.attach(connector)
@@ -82,7 +85,7 @@ class Engine:
             engine_id=config.engine_id, model=config.model, dtype=config.dtype, kv_cache_dtype=config.dtype,
             tp_size=config.tp_size,
         )  # fmt: skip
-        self.worker = HandoffWorker(HandoffSettings(**config.settings), info, self.connectors, secret=read_secret())
+        self.worker = HandoffWorker(settings, info, self.connectors, secret=read_secret())
         self.worker.open(self.groups, self.views, config.num_blocks, self.cache.generation, config.layout)
         self.cache.attach(CacheFollower(self.worker, lambda: self.cache.committed_blocks))
 

@@ -12,7 +12,7 @@ import pytest
 import zmq
 from engine_process import EngineConfig, Remote, StartEngines
 from test_handoff import hand_off, pull
-from test_side_channel import BAD
+from test_side_channel import BAD, listening_addresses
 
 from kvx.errors import HandshakeError
 from kvx.handshake import (
@@ -242,6 +242,44 @@ def test_the_owner_checks_the_ticket_of_a_claim_itself(
         assert isinstance(reply, Claimed if sequence > len(tickets) else Refused), ticket
     assert isinstance(reply, Claimed)
     assert reply.blocks == [[1]]
+
+
+def test_a_hand_off_to_a_host_that_is_not_allowed_connects_to_nothing(start_engines: StartEngines) -> None:
+    owner, reader = start_engines(
+        EngineConfig("prefill"), EngineConfig("decode", settings={"allowed_hosts": ("127.0.0.2", "10.0.0.0/8")})
+    )
+    owner.hold("r", [[1]], 16)
+    fds = reader.num_fds()
+    for name, host in (("a", "127.0.0.1"), ("b", "::ffff:127.0.0.1"), ("c", "localhost"), ("d", "0.0.0.0")):
+        reader.pull(
+            request_id=name, remote_request_id="r", remote_engine_id="prefill", host=host, port=owner.port,
+            blocks=[[3]], first_token=0, num_tokens=16,
+        )  # fmt: skip
+        failure = reader.events(5)["failed"][name]
+        assert f"host {host!r} (" in failure
+        assert "is not among allowed_hosts; nothing was connected to" in failure
+    assert reader.num_fds() == fds
+    assert owner.status()["handoff"]["holds"] == 1
+    assert owner.status()["side_channel"]["refused"] == 0
+
+
+def test_off_loopback_an_engine_starts_only_when_told_who_may_come(start_engines: StartEngines) -> None:
+    everywhere = {"side_channel_host": "0.0.0.0"}
+    with pytest.raises(RuntimeError, match="ConnectorError: connector nixl opens ports of UCX's choice"):
+        start_engines(EngineConfig("prefill", settings={**everywhere, "allowed_hosts": ("127.0.0.1",)}))
+    with pytest.raises(RuntimeError, match="is not loopback, and kv_transfer_params"):
+        start_engines(EngineConfig("prefill", connectors=("ipc",), settings=everywhere))
+    told = {**everywhere, "allowed_hosts": ("127.0.0.1",), "allow_unauthenticated_data_plane": True}
+    owner, reader = start_engines(EngineConfig("prefill", settings=told), EngineConfig("decode"))
+    hand_off(owner, reader, 100, 1)
+
+
+def test_on_loopback_nixl_listens_nowhere_else(start_engines: StartEngines) -> None:
+    (owner,) = start_engines(EngineConfig("prefill", environ={"UCX_TLS": "tcp,self"}))
+    assert owner.process.pid is not None
+    addresses = listening_addresses(owner.process.pid)
+    assert len(addresses) > 1, "UCX listens, too"
+    assert {address.split(":")[0] for address in addresses} == {"0100007F"}
 
 
 def ask(reader: Remote, owner: Remote, name: str, request_id: str, ticket: str) -> None:

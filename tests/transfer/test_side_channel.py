@@ -131,8 +131,9 @@ def test_a_port_in_use_or_a_foreign_host_is_one_clear_sentence(start_engines: St
         port = taken.getsockname()[1]
         with pytest.raises(RuntimeError, match=f"ConnectorError: side channel port {port} on 127.0.0.1 is in use"):
             start_engines(EngineConfig("prefill", settings={"side_channel_port": port}))
+    foreign = {"side_channel_host": "203.0.113.1", "allowed_hosts": ("203.0.113.0/24",)}
     with pytest.raises(RuntimeError, match=r"ConnectorError: the side channel cannot listen on 203\.0\.113\.1:0"):
-        start_engines(EngineConfig("prefill", settings={"side_channel_host": "203.0.113.1"}))
+        start_engines(EngineConfig("prefill", connectors=("ipc",), settings=foreign))
 
 
 def test_status_of_nobody_is_an_error() -> None:

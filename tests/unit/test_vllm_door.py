@@ -90,3 +90,9 @@ def test_decode_takes_a_ticket_that_is_a_text_and_no_more(
     scheduler.blocks_allocated(request, [[5, 6]], 31)
     (work,) = scheduler._work.pulls
     assert work.ticket == taken
+
+
+def test_allowed_hosts_come_as_a_list_of_json() -> None:
+    assert settings.from_vllm(vllm_config(allowed_hosts=["10.0.0.0/8"])).allowed_hosts == ("10.0.0.0/8",)
+    with pytest.raises(ConnectorError, match="allowed_hosts has '10/8'"):
+        settings.from_vllm(vllm_config(allowed_hosts=["10/8"]))
