@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # A connection is set up with the peer's first transfer: after a HELLO we progress the library for it.
 SETUP_S = 1.0
+# Questions for digests that are being taken; more of them are refused.
+MOST_WAITING = 4096
 
 
 class Holder:
@@ -151,7 +153,8 @@ class Holder:
 
     def _answer_digests(self, sender: bytes, ask: Digests) -> None:
         hold = self._table.holds.get(ask.request_id)
-        if hold is not None and hold.digests is not None and not hold.digests.done():
+        is_early = hold is not None and hold.digests is not None and not hold.digests.done()
+        if is_early and len(self._waiting_digests) < MOST_WAITING:
             self._waiting_digests.append((sender, ask))
             return
         self._send(sender, self._table.digest_page(ask))
