@@ -36,6 +36,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvx import door
 from kvx.cache import ExtensibleKVCache
+from kvx.curve import read_curve
 from kvx.drivers.base import Driver
 from kvx.drivers.host_memory import resident_bytes
 from kvx.drivers.select import driver_for
@@ -227,7 +228,8 @@ class TinyEngine:
             engine_id=self.settings.engine_id, model=self.settings.model.name, dtype=self.settings.dtype,
             kv_cache_dtype=self.settings.dtype,
         )  # fmt: skip
-        self.worker = HandoffWorker(self._handoff, info, self.connectors, secret=read_secret())
+        secret = read_secret()
+        self.worker = HandoffWorker(self._handoff, info, self.connectors, secret=secret, curve=read_curve(secret))
         self._undo.callback(self.worker.close)
         groups = [group_geometry(self.geometry, 0)]
         self.worker.open(groups, self.views, num_blocks, self.cache.generation, self.layout.name)

@@ -22,6 +22,7 @@ import zmq
 
 from kvx import door
 from kvx.connector import Connector, ConnectorState
+from kvx.curve import Curve
 from kvx.engine_side import EngineSide, HandoffEvents, HandoffSettings, Pull
 from kvx.errors import ConnectorStateError, LayoutError
 from kvx.geometry import GroupGeometry
@@ -51,6 +52,7 @@ class HandoffWorker:
     """`status_extra` adds to `status`; it is called on the hand-off thread and must be quick.
 
     `secret`: what its engines share (`kvx.secret.read_secret`). With one, nobody else is talked to.
+    `curve`: the key pair that they share (`kvx.curve.read_curve`), to encrypt what they say.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class HandoffWorker:
         connectors: Sequence[Connector],
         status_extra: Callable[[], dict[str, Any]] | None = None,
         secret: Secret | None = None,
+        curve: Curve | None = None,
     ) -> None:
         self._settings = settings
         self._status_extra = status_extra
+        self._curve = curve
         self._side = EngineSide(settings, info, connectors, self._post, secret)
         self._holder = Holder(self._side, lambda receiver, message: self._server.send(receiver, message), self.status)
         self._puller = Puller(self._side, self._open_link, self._close_link)
@@ -115,6 +119,7 @@ class HandoffWorker:
                 self._settings.side_channel_host,
                 self._settings.side_channel_port,
                 ReplySeal(self._side.secret, self._settings.auth_window_s),
+                self._curve,
             )
         except BaseException:
             self._context.destroy(linger=0)
@@ -326,7 +331,8 @@ class HandoffWorker:
             self._puller.on_link_lost(link, f"engine {link.host}:{link.port}: {reason_of(error)}")
             return
         if link.is_lost():
-            self._puller.on_link_lost(link)
+            why = f"engine {link.host}:{link.port} has other CURVE keys, or none; give all engines one KVX_CURVE_DIR"
+            self._puller.on_link_lost(link, why if link.has_other_keys else "")
 
     def _poll_connectors(self) -> None:
         """Also in CLOSED: what its closing ended still has to be told."""
@@ -362,7 +368,7 @@ class HandoffWorker:
 
     def _open_link(self, host: str, port: int, address: str) -> Link:
         seal = RequestSeal(self._side.secret, self._settings.auth_window_s)
-        link = Link(self._context, host, port, address, seal)
+        link = Link(self._context, host, port, address, seal, self._curve)
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)
         return link

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from kvx.addresses import endpoint_of
+from kvx.curve import read_curve
 from kvx.errors import HandshakeError
 from kvx.geometry import GroupGeometry
 from kvx.peer import EngineInfo, PeerDescriptor
@@ -221,7 +222,8 @@ def request_status(host: str, port: int, timeout_s: float = 5.0) -> dict[str, An
 
     HandshakeError: no readable answer in time. ConnectorError: the configured secret cannot be used.
     """
-    seal = RequestSeal(read_secret())
+    secret = read_secret()
+    seal, curve = RequestSeal(secret), read_curve(secret)
     context = zmq.Context()
     channel = context.socket(zmq.DEALER)
     try:
@@ -229,6 +231,8 @@ def request_status(host: str, port: int, timeout_s: float = 5.0) -> dict[str, An
         address = endpoint_of(host, port)
         channel.setsockopt(zmq.IPV6, "[" in address)
         channel.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT_BYTES)
+        if curve is not None:
+            curve.connect(channel)
         channel.connect(address)
         data, nonce = seal.seal(1, encode(Status(sequence=1)))
         channel.send(data)

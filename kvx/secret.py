@@ -55,24 +55,29 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> Secret | None:
     if path is not None and value is not None:
         raise ConnectorError(f"{FILE} and {VALUE} are both set; set one of them")
     where = VALUE if path is None else f"{FILE} {path}"
-    key = _read(path) if path is not None else os.fsencode(value or "")
+    key = read_private(FILE, path) if path is not None else os.fsencode(value or "")
     key = key.rstrip(b"\r\n")
     if not LEAST_BYTES <= len(key) <= MOST_BYTES:
         raise ConnectorError(f"{where} has a secret of {len(key)} bytes; it needs {LEAST_BYTES} to {MOST_BYTES}")
     return Secret(key)
 
 
-def _read(path: str) -> bytes:
-    """What is checked is the file that is read: by its descriptor, not its name."""
+def read_private(setting: str, path: str) -> bytes:
+    """A file of this user that nobody else may read. What is checked is what is read: by its descriptor, not its name.
+
+    ConnectorError otherwise; it names the setting.
+    """
     try:
         # Without O_NONBLOCK, opening a named pipe waits for somebody to write to it.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
-        raise ConnectorError(f"{FILE} {path!r} cannot be read: {error}; give a file of this user, mode 0600") from error
+        raise ConnectorError(
+            f"{setting} {path!r} cannot be read: {error}; give a file of this user, mode 0600"
+        ) from error
     try:
         found = os.fstat(fd)
         if why := _why_not(found):
-            raise ConnectorError(f"{FILE} {path} {why}; give a regular file of this user with mode 0600 or stricter")
+            raise ConnectorError(f"{setting} {path} {why}; give a regular file of this user with mode 0600 or stricter")
         return os.read(fd, MOST_BYTES + 3)  # more than a line's end too many, so that it is seen
     finally:
         os.close(fd)

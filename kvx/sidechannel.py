@@ -13,6 +13,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvx.addresses import endpoint, endpoint_of
+from kvx.curve import Curve
 from kvx.errors import ConnectorError, HandshakeError, KVXError
 from kvx.handshake import (
     MESSAGE_LIMIT_BYTES,
@@ -30,6 +31,9 @@ from kvx.seal import ReplySeal, RequestSeal
 HARD_LIMIT_BYTES = 4 * MESSAGE_LIMIT_BYTES
 # All that somebody without the secret, or with an old message, gets to know.
 STRANGERS_REPLY = "not authenticated: this engine talks only to those that share its secret"
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 OnReply = Callable[[Reply], None]
 
 
@@ -37,7 +41,12 @@ class Server:
     """Answers HELLO, CLAIM, DIGESTS, RELEASE and STATUS. The constructor binds."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, seal: ReplySeal | None = None
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        port: int,
+        seal: ReplySeal | None = None,
+        curve: Curve | None = None,
     ) -> None:
         """ConnectorError, in one sentence, when the port is in use or the host is not ours. Port 0 chooses one."""
         self._seal = seal or ReplySeal(None)
@@ -46,6 +55,8 @@ class Server:
             address = endpoint_of(host, port)
             self.socket.setsockopt(zmq.IPV6, "[" in address)
             self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
+            if curve is not None:
+                curve.listen(self.socket)
             self.socket.bind(address)
         except zmq.ZMQError as error:
             self.socket.close(linger=0)
@@ -110,6 +121,7 @@ class Link:
         port: int,
         address: str,
         seal: RequestSeal | None = None,
+        curve: Curve | None = None,
     ) -> None:
         """HandshakeError when nothing can be connected to there; no socket is left then."""
         self.host, self.port = host, port
@@ -117,10 +129,13 @@ class Link:
         if port == 0:  # ZeroMQ takes it and never connects
             raise HandshakeError(f"side channel port 0 of host {host} is no port; use one of 1 to 65535")
         self.socket = context.socket(zmq.DEALER)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
+        self.has_other_keys = False  # CURVE at one end only, or with another key
         try:
             self.socket.setsockopt(zmq.IPV6, "[" in where)
             self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
+            if curve is not None:
+                curve.connect(self.socket)
             self.socket.connect(where)
         except zmq.ZMQError as error:
             self.close()
@@ -163,7 +178,8 @@ class Link:
         lost = False
         while not self.socket.closed and self.monitor.poll(0):
             event = parse_monitor_message(self.monitor.recv_multipart())
-            lost = lost or event["event"] == zmq.EVENT_DISCONNECTED
+            lost = True
+            self.has_other_keys |= bool(event["event"] & HANDSHAKE_FAILED)
         return lost
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from .. import door, registry
 from ..cache import CacheState, RegionUser
 from ..connector import Connector
+from ..curve import read_curve
 from ..errors import CacheStateError, ConnectorError, KVXError
 from ..handoff import CacheFollower, EngineInfo, HandoffWorker, Pull
 from ..layout import KVCacheLayout, require_block_compact
@@ -50,6 +51,7 @@ class BridgeWorker:
         self._kv_cache_config = kv_cache_config
         self._settings = settings.for_rank(vllm_config)
         self._secret = read_secret()
+        self._curve = read_curve(self._secret)
         self._seam: WorkerSeam = current_seam()
         self._connectors: list[Connector] = []
         self._handoff: HandoffWorker | None = None
@@ -103,7 +105,7 @@ class BridgeWorker:
             raise ConnectorError("auto has no connector that could be opened; the log above says why")
         movers = [connector for connector in self._connectors if connector.capabilities.reaches_processes]
         self._handoff = HandoffWorker(
-            self._settings, self._info(), movers, status_extra=self._status, secret=self._secret
+            self._settings, self._info(), movers, status_extra=self._status, secret=self._secret, curve=self._curve
         )
         self._handoff.open(
             groups=groups,

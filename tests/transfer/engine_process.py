@@ -49,6 +49,7 @@ class Engine:
 
         from kvx import door
         from kvx.cache import ExtensibleKVCache
+        from kvx.curve import read_curve
         from kvx.drivers.host import HostDriver
         from kvx.drivers.shared_host import SharedHostDriver
         from kvx.handoff import CacheFollower, EngineInfo, HandoffSettings, HandoffWorker
@@ -85,7 +86,8 @@ class Engine:
             engine_id=config.engine_id, model=config.model, dtype=config.dtype, kv_cache_dtype=config.dtype,
             tp_size=config.tp_size,
         )  # fmt: skip
-        self.worker = HandoffWorker(settings, info, self.connectors, secret=read_secret())
+        secret = read_secret()
+        self.worker = HandoffWorker(settings, info, self.connectors, secret=secret, curve=read_curve(secret))
         self.worker.open(self.groups, self.views, config.num_blocks, self.cache.generation, config.layout)
         self.cache.attach(CacheFollower(self.worker, lambda: self.cache.committed_blocks))
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+import zmq.auth
 from engine_process import EngineConfig, Remote, StartEngines
 from test_handoff import hand_off, pull
 from test_side_channel import BAD, listening_addresses
@@ -59,6 +60,9 @@ class Stranger:
         assert self._socket.poll(5000), "no answer"
         reply: dict[str, Any] = msgspec.msgpack.decode(self._socket.recv())
         return reply
+
+    def hears_something(self, timeout_s: float) -> bool:
+        return bool(self._socket.poll(round(timeout_s * 1000)))
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -280,6 +284,40 @@ def test_on_loopback_nixl_listens_nowhere_else(start_engines: StartEngines) -> N
     addresses = listening_addresses(owner.process.pid)
     assert len(addresses) > 1, "UCX listens, too"
     assert {address.split(":")[0] for address in addresses} == {"0100007F"}
+
+
+def curve_folder(parent: Path, name: str) -> dict[str, str]:
+    """A deployment's key pair, and the environment of an engine that has it."""
+    folder = parent / name
+    folder.mkdir()
+    zmq.auth.create_certificates(folder, "kvx")
+    (folder / "kvx.key_secret").chmod(0o600)
+    return {**WITH_SECRET, "KVX_CURVE_DIR": str(folder)}
+
+
+def test_with_curve_keys_the_side_channel_is_encrypted(
+    start_engines: StartEngines,
+    stranger_at: Callable[[Remote], Stranger],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, others = curve_folder(tmp_path, "ours"), curve_folder(tmp_path, "others")
+    owner, reader, other, plain = start_engines(
+        EngineConfig("prefill", environ=ours), EngineConfig("decode", environ=ours),
+        EngineConfig("other", environ=others), EngineConfig("plain", environ=WITH_SECRET),
+    )  # fmt: skip
+    hand_off(owner, reader, 100, 1)
+    owner.hold("r", [[1]], 16)
+    for engine in (other, plain):
+        ask(engine, owner, "r", "r", owner.ticket("r", 16))
+        failure = engine.events(12)["failed"]["r"]
+        assert "has other CURVE keys, or none" in failure or "closed its side channel" in failure
+    stranger = stranger_at(owner)
+    stranger.say(RequestSeal(SECRET).seal(1, encode(Status(sequence=1)))[0])
+    assert not stranger.hears_something(0.3)
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    assert request_status("127.0.0.1", owner.port)["handoff"]["holds"] == 1
 
 
 def ask(reader: Remote, owner: Remote, name: str, request_id: str, ticket: str) -> None:

@@ -8,7 +8,9 @@ import pickle
 from pathlib import Path
 
 import pytest
+import zmq.auth
 
+from kvx.curve import read_curve
 from kvx.errors import ConnectorError
 from kvx.secret import Secret, read_secret
 
@@ -82,3 +84,27 @@ def test_a_signature_is_good_for_its_key_purpose_and_data_alone() -> None:
     assert not secret.is_signed(b"ticket", b"datA", signature)
     assert not secret.is_signed(b"ticket", b"data", signature[:-1])
     assert not Secret(b"another key of 16").is_signed(b"ticket", b"data", signature)
+
+
+def test_curve_keys_need_a_secret_a_private_file_and_a_certificate(tmp_path: Path) -> None:
+    secret, environ = Secret(KEY.encode()), {"KVX_CURVE_DIR": str(tmp_path)}
+    assert read_curve(secret, {}) is None
+    with pytest.raises(ConnectorError, match="CURVE proves only the owner's side; set KVX_SECRET_FILE"):
+        read_curve(None, environ)
+    with pytest.raises(ConnectorError, match=r"kvx\.key_secret' cannot be read"):
+        read_curve(secret, environ)
+    zmq.auth.create_certificates(tmp_path, "kvx")
+    path = tmp_path / "kvx.key_secret"
+    path.chmod(0o644)
+    with pytest.raises(ConnectorError, match="has mode 0644"):
+        read_curve(secret, environ)
+    path.chmod(0o600)
+    _, key = zmq.auth.load_certificate(path)
+    assert key is not None
+    assert key.decode() not in repr(read_curve(secret, environ))
+    path.write_text((tmp_path / "kvx.key").read_text())
+    with pytest.raises(ConnectorError, match="has no secret key"):
+        read_curve(secret, environ)
+    path.write_text("nothing of it")
+    with pytest.raises(ConnectorError, match="is no ZeroMQ certificate"):
+        read_curve(secret, environ)
