@@ -67,11 +67,8 @@ class HandoffMetrics:
                 "mismatched": self.digests_mismatched,
                 "mismatches": list(self.mismatches),
             },
-            "side_channel": {
-                "refused": self.messages_refused,
-                "refused_by_cause": dict(self.refused_by_cause),
-                "internal_errors": self.internal_errors,
-            },
+            "side_channel": {"refused": self.messages_refused, "internal_errors": self.internal_errors},
+            "messages_refused": dict(self.refused_by_cause),
             "handoff_s": list(self.durations_s),
             "spans_s": list(self.spans_s),
         }

@@ -96,7 +96,7 @@ def only_refused(reply: dict[str, Any]) -> bool:
 
 
 def refused(engine: Remote) -> dict[str, int]:
-    found: dict[str, int] = engine.status()["side_channel"]["refused_by_cause"]
+    found: dict[str, int] = engine.status()["messages_refused"]
     return found
 
 

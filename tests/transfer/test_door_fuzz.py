@@ -113,7 +113,7 @@ def test_nothing_comes_of_messages_that_no_engine_sends(
     status = owner.status()
     assert status["side_channel"]["internal_errors"] == 0
     assert status["handoff"]["holds"] == 1
-    causes = status["side_channel"]["refused_by_cause"]
+    causes = status["messages_refused"]
     assert causes.keys() == ({"malformed", "unsigned", "forged", "replayed"} if environ else {"malformed"})
     hand_off(owner, reader, 100, 2)
 
