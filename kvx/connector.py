@@ -59,7 +59,7 @@ class Capabilities:
 
     `shares_memory`: it needs memory that other processes can map (a `Driver` with `can_export`).
     `reaches_processes`: its peers are other processes; False where the peer is this process's own host memory.
-    `opens_ports`: others than processes of this host may reach its library, at `ports`.
+    `opens_ports`: its library listens on the network, at `ports`; `ports_everywhere`: whatever interface it is given.
     """
 
     operations: frozenset[Op]
@@ -69,6 +69,7 @@ class Capabilities:
     reaches_processes: bool = True
     opens_ports: bool = True
     ports: str = "network ports of its library"
+    ports_everywhere: bool = False
 
 
 @dataclass(eq=False)

@@ -23,7 +23,16 @@ def prepare(settings: HandoffSettings, connectors: Iterable[Connector]) -> None:
     for connector in connectors:
         connector.data_address = address
         needs = connector.capabilities
-        if needs.opens_ports and not is_loopback(address) and not settings.allow_unauthenticated_data_plane:
+        if not needs.opens_ports or settings.allow_unauthenticated_data_plane:
+            continue
+        if is_loopback(address) and needs.ports_everywhere:
+            logger.warning(
+                "connector %s opens %s, where its library authenticates nobody: keep strangers out of this network, "
+                "and set allow_unauthenticated_data_plane",
+                connector.name,
+                needs.ports,
+            )
+        elif not is_loopback(address):
             raise ConnectorError(
                 f"connector {connector.name} opens {needs.ports}, where its library authenticates nobody, and "
                 f"side_channel_host {settings.side_channel_host} is not loopback; keep strangers out of that network "

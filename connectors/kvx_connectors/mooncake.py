@@ -99,6 +99,7 @@ class MooncakeConnector(Connector):
         notify=False,
         memory=frozenset({"cpu"}),
         ports="two TCP ports of Mooncake's choice, on every interface",
+        ports_everywhere=True,
     )
 
     def __init__(self) -> None:

@@ -84,6 +84,15 @@ def test_ports_that_authenticate_nobody_must_be_allowed_off_loopback(name: str, 
     assert connector.data_address == "0.0.0.0"
 
 
+def test_ports_that_cannot_be_kept_on_loopback_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    mooncake, nixl = connector_class("mooncake")(), connector_class("nixl")()
+    door.prepare(HandoffSettings(), [mooncake, nixl])
+    (record,) = caplog.records
+    assert "connector mooncake opens two TCP ports of Mooncake's choice, on every interface" in record.getMessage()
+    door.prepare(HandoffSettings(allow_unauthenticated_data_plane=True), [mooncake, nixl])
+    assert len(caplog.records) == 1
+
+
 def test_a_connector_that_says_nothing_counts_as_one_that_opens_ports() -> None:
     connector: Connector = FakeConnector()
     with pytest.raises(ConnectorError, match="connector fake opens network ports of its library"):
