@@ -29,6 +29,8 @@ from kvx.seal import ReplySeal, RequestSeal
 
 # ZeroMQ drops a connection that sends more than this; between the limits we answer with a refusal.
 HARD_LIMIT_BYTES = 4 * MESSAGE_LIMIT_BYTES
+# Requests that are read before the hand-off thread looks at its transfers again.
+MOST_AT_ONCE = 256
 # All that somebody without the secret, or with an old message, gets to know.
 STRANGERS_REPLY = "not authenticated: this engine talks only to those that share its secret"
 HANDSHAKE_FAILED = (
@@ -74,8 +76,8 @@ class Server:
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def requests(self) -> Iterator[tuple[bytes, Request | RefusedMessage]]:
-        """What has arrived: (where a reply goes, request), or what was wrong with it."""
-        while True:
+        """What has arrived: (where a reply goes, request), or what was wrong with it; of very much, a part."""
+        for _ in range(MOST_AT_ONCE):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
