@@ -118,7 +118,7 @@ class Holder:
         # Strangers must not fill the log: the 1st, 2nd, 4th, 8th ... of each cause.
         count = metrics.refused_by_cause[refused.cause]
         if count & (count - 1) == 0:
-            logger.warning("refused a side channel message (%s no. %d): %s", refused.cause, count, reason_of(refused))
+            logger.warning("refused a side channel message (%s no. %d): %r", refused.cause, count, reason_of(refused))
         self._send(sender, Refused(sequence=refused.sequence, reason=refused.reply or reason_of(refused)))
 
     def _answer(self, sender: bytes, request: Request) -> None:
