@@ -34,7 +34,9 @@ from tiny_process import Remote
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from kvx import door
 from kvx.cache import ExtensibleKVCache
+from kvx.curve import read_curve
 from kvx.drivers.base import Driver
 from kvx.drivers.host_memory import resident_bytes
 from kvx.drivers.select import driver_for
@@ -43,6 +45,7 @@ from kvx.geometry import group_geometry
 from kvx.handoff import CacheFollower, EngineInfo, HandoffSettings, HandoffWorker, Pull
 from kvx.layout import require_block_compact, resolve_layout
 from kvx.registry import connector_classes, need_shareable_memory
+from kvx.secret import read_secret
 from kvx.sizing import Budget, Measured, Sizing, capacity_for, final_count, gpu_budget, host_budget
 from kvx.sizing import Request as LongestRequest
 from kvx.spec import CacheGeometry, KVCacheSpec, LayerGroup, align_capacity
@@ -84,6 +87,7 @@ class Ticket:
     port: int
     num_tokens: int
     first_token: int
+    signed: str
 
 
 class TinyEngine:
@@ -163,6 +167,7 @@ class TinyEngine:
         # Attached now, opened by the cache itself, and only once it has grown: a transfer library would pin or refuse
         # memory that is to be replaced, and addresses that have none.
         self.connectors = [connector_class() for connector_class in connector_classes(settings.connectors)]
+        door.prepare(self._handoff, self.connectors)
         for connector in self.connectors:
             self.cache.attach(connector)
 
@@ -223,7 +228,8 @@ class TinyEngine:
             engine_id=self.settings.engine_id, model=self.settings.model.name, dtype=self.settings.dtype,
             kv_cache_dtype=self.settings.dtype,
         )  # fmt: skip
-        self.worker = HandoffWorker(self._handoff, info, self.connectors)
+        secret = read_secret()
+        self.worker = HandoffWorker(self._handoff, info, self.connectors, secret=secret, curve=read_curve(secret))
         self._undo.callback(self.worker.close)
         groups = [group_geometry(self.geometry, 0)]
         self.worker.open(groups, self.views, num_blocks, self.cache.generation, self.layout.name)
@@ -340,7 +346,8 @@ class TinyEngine:
         self._held[request_id] = request.blocks
         self.worker.hold(request_id, [request.blocks[: self._num_blocks(len(prompt))]], len(prompt))
         host, port = self._handoff.side_channel_host, self.worker.port
-        return Ticket(request_id, self.settings.engine_id, host, port, len(prompt), first_token)
+        signed = self.worker.ticket(request_id, len(prompt))  # empty without a secret
+        return Ticket(request_id, self.settings.engine_id, host, port, len(prompt), first_token, signed)
 
     def collect(self, timeout_s: float = 0.0) -> int:
         """Frees what readers have fetched, or what nobody fetched within the lease. Returns how many are still held.
@@ -379,7 +386,7 @@ class TinyEngine:
             Pull(
                 request_id=name, remote_request_id=ticket.request_id, remote_engine_id=ticket.engine_id,
                 host=ticket.host, port=ticket.port, blocks=[request.blocks[: self._num_blocks(ticket.num_tokens)]],
-                first_token=0, num_tokens=ticket.num_tokens,
+                first_token=0, num_tokens=ticket.num_tokens, ticket=ticket.signed,
             )
         )  # fmt: skip
         while True:  # every step has a deadline, so one of the two comes

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvx.errors import HandshakeError
+from kvx.errors import ConnectorError, HandshakeError
+
+logger = logging.getLogger(__name__)
 
 # Names being looked up at once; one that nobody answers for takes its thread along for up to half a minute.
 MOST_LOOKUPS = 32
 SHOWN_CHARACTERS = 255
 Then = Callable[[str | HandshakeError], None]
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+LOOPBACK: tuple[Network, ...] = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
+EVERYTHING: tuple[Network, ...] = (ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0"))
 
 
 def numeric_address(host: str) -> str | None:
@@ -44,6 +50,92 @@ def endpoint(address: str, port: int) -> str:
 def endpoint_of(host: str, port: int) -> str:
     """The same for any host; a name is looked up here and now."""
     return endpoint(numeric_address(host) or look_up(host), port)
+
+
+def is_loopback(address: str) -> bool:
+    """Of a numeric address: whether only this host's processes reach it."""
+    return _plain(address).is_loopback
+
+
+def network_of(entry: str) -> Network | None:
+    """The addresses that an entry of an allow-list stands for; None for a name.
+
+    ConnectorError: neither a name nor an address nor a network.
+    """
+    try:
+        return ipaddress.ip_network(entry)
+    except ValueError as error:
+        if "/" in entry or ":" in entry or not entry.strip(". "):
+            raise ConnectorError(
+                f"allowed_hosts has {entry[:SHOWN_CHARACTERS]!r} ({error}); it needs names, addresses, and networks "
+                "such as 10.1.0.0/16"
+            ) from error
+        return None
+
+
+class AllowedHosts:
+    """Where links may lead. Judged by the address that is connected to, so that a name cannot lead elsewhere.
+
+    An allowed name stands for the addresses that it has when the engine starts, and for whatever it leads to later
+    when a hand-off asks for that very name: engines restart under new addresses.
+    """
+
+    def __init__(self, networks: tuple[Network, ...], names: frozenset[str] = frozenset()) -> None:
+        self._networks, self._names = networks, names
+
+    @classmethod
+    def loopback(cls) -> AllowedHosts:
+        return cls(LOOPBACK)
+
+    @classmethod
+    def anywhere(cls) -> AllowedHosts:
+        return cls(EVERYTHING)
+
+    @classmethod
+    def of(cls, entries: Sequence[str]) -> AllowedHosts:
+        """Looks names up, which may take a while. ConnectorError as in `network_of`."""
+        networks: list[Network] = []
+        names = set()
+        for entry in entries:
+            network = network_of(entry)
+            if network is not None:
+                networks.append(network)
+                continue
+            names.add(_folded(entry))
+            try:
+                networks += [ipaddress.ip_network(address) for address in look_up_all(entry)]
+            except HandshakeError as error:
+                logger.warning(
+                    "allowed_hosts: %s; until it has one, only hand-offs that name it are let through", error
+                )
+        return cls(tuple(networks), frozenset(names))
+
+    def require(self, host: str, address: str) -> None:
+        """HandshakeError: a link to `host`, which is at `address`, is not allowed."""
+        found = _plain(address)
+        if _folded(host) not in self._names and not any(found in network for network in self._networks):
+            raise HandshakeError(
+                f"host {host[:SHOWN_CHARACTERS]!r} ({address}) is not among allowed_hosts; nothing was connected to"
+            )
+
+
+def look_up_all(host: str) -> list[str]:
+    """Every address of a host, as `look_up`."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        raise HandshakeError(f"{host[:SHOWN_CHARACTERS]!r} has no address: {error}") from error
+    return sorted({str(item[4][0]).partition("%")[0] for item in found})
+
+
+def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An IPv4 address in IPv6's clothes is the IPv4 address."""
+    found = ipaddress.ip_address(address)
+    return found.ipv4_mapped or found if isinstance(found, ipaddress.IPv6Address) else found
+
+
+def _folded(name: str) -> str:
+    return name.rstrip(".").casefold()
 
 
 class Resolver:

@@ -59,6 +59,7 @@ class Capabilities:
 
     `shares_memory`: it needs memory that other processes can map (a `Driver` with `can_export`).
     `reaches_processes`: its peers are other processes; False where the peer is this process's own host memory.
+    `opens_ports`: its library listens on the network, at `ports`; `ports_everywhere`: whatever interface it is given.
     """
 
     operations: frozenset[Op]
@@ -66,6 +67,9 @@ class Capabilities:
     memory: frozenset[str]
     shares_memory: bool = False
     reaches_processes: bool = True
+    opens_ports: bool = True
+    ports: str = "network ports of its library"
+    ports_everywhere: bool = False
 
 
 @dataclass(eq=False)
@@ -119,6 +123,8 @@ class Connector(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+    data_address: str = ""
+    """Where the side channel listens, when set: ports should be opened there alone, where the library can do that."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 
 from kvx import inject
+from kvx.addresses import AllowedHosts, network_of
 from kvx.connector import Connector, ConnectorState
 from kvx.digest import GroupDigests, digests
 from kvx.errors import ConnectorError, ConnectorStateError, KVXError
@@ -21,6 +22,8 @@ from kvx.inject import Fault, Injector
 from kvx.metrics import HandoffMetrics
 from kvx.offload import Eviction
 from kvx.peer import EngineInfo, PeerDescriptor, VerifyMode
+from kvx.seal import DEFAULT_WINDOW_S
+from kvx.secret import Secret
 
 FailurePolicy = Literal["recompute", "fail"]
 
@@ -33,7 +36,9 @@ class HandoffSettings:
     `lease_s`: how long blocks are kept unless renewed; `grace_s`: how long after that at most where a reader has
     claimed them; `max_hold_s`: no renewal keeps them longer. `failure_policy`: what becomes of a request whose hand-off
     failed; the engine, not the hand-off, acts on it.
-    `offload_bytes`: host memory of each rank for connectors that offload.
+    `offload_bytes`: host memory of each rank for connectors that offload. `auth_window_s`: how old a signed message may
+    be, and how far the engines' clocks may be apart. `allowed_hosts`: names, addresses and networks that hand-offs may
+    lead to; none given: loopback, where the side channel is there, or else wherever a ticket leads.
     """
 
     connectors: tuple[str, ...] = ("nixl",)
@@ -48,6 +53,9 @@ class HandoffSettings:
     inject: str | None = None
     offload_bytes: int = 1 << 30
     offload_eviction: Eviction = "lru"
+    auth_window_s: float = DEFAULT_WINDOW_S
+    allowed_hosts: tuple[str, ...] = ()
+    allow_unauthenticated_data_plane: bool = False
 
     def __post_init__(self) -> None:
         names = self.connectors
@@ -57,6 +65,15 @@ class HandoffSettings:
             raise ConnectorError(
                 f"side_channel_host is {self.side_channel_host!r}; it needs an address of this machine"
             )
+        hosts = self.allowed_hosts
+        if not isinstance(hosts, tuple) or not all(isinstance(host, str) for host in hosts):
+            raise ConnectorError(f"allowed_hosts is {hosts!r}; it needs a tuple of names, addresses and networks")
+        for host in hosts:
+            network_of(host)
+        if not isinstance(self.allow_unauthenticated_data_plane, bool):
+            raise ConnectorError(
+                f"allow_unauthenticated_data_plane is {self.allow_unauthenticated_data_plane!r}; it needs true or false"
+            )
         port = self.side_channel_port
         if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 65536:
             raise ConnectorError(f"side_channel_port is {port!r}; it needs a port, or 0 for any")
@@ -65,6 +82,7 @@ class HandoffSettings:
             ("grace_s", "0 or more"),
             ("max_hold_s", "more than 0"),
             ("transfer_deadline_s", "more than 0"),
+            ("auth_window_s", "more than 0"),
         ):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -91,7 +109,10 @@ class HandoffSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Pull:
-    """What the engine asks for. `blocks`: per layer group, by position; -1 where nothing is wanted."""
+    """What the engine asks for. `blocks`: per layer group, by position; -1 where nothing is wanted.
+
+    `ticket`: the owner's, which a pull needs where there is a secret.
+    """
 
     request_id: str
     remote_request_id: str
@@ -101,6 +122,7 @@ class Pull:
     blocks: Sequence[Sequence[int]]
     first_token: int
     num_tokens: int
+    ticket: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,8 +131,10 @@ class Waiting:
 
     request_id: str
     remote_request_id: str
+    remote_engine_id: str
     host: str
     port: int
+    ticket: str = ""
 
 
 @dataclass(frozen=True)
@@ -186,8 +210,11 @@ class EngineSide:
         info: EngineInfo,
         connectors: Sequence[Connector],
         post: Callable[[Callable[[], None]], None],
+        secret: Secret | None = None,
     ) -> None:
         self.settings, self.info, self.connectors, self.post = settings, info, tuple(connectors), post
+        self.secret = secret
+        self.allowed = AllowedHosts.loopback()  # until the hand-off opens
         self.instance = uuid.uuid4().hex
         self.metrics = HandoffMetrics()
         self.outbox = Outbox()

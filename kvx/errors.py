@@ -25,13 +25,11 @@ KVXError
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 
 class KVXError(Exception):
     """Base of all errors of kvx. `cause`: the word under which a hand-off that it ended is counted."""
 
-    cause: ClassVar[str] = "other"
+    cause: str = "other"
 
 
 class LayoutError(KVXError, ValueError):

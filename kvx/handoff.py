@@ -20,7 +20,9 @@ import numpy as np
 import torch
 import zmq
 
+from kvx import door
 from kvx.connector import Connector, ConnectorState
+from kvx.curve import Curve
 from kvx.digest_check import sampled_blocks, sampled_ranges
 from kvx.engine_side import EngineSide, Failure, HandoffEvents, HandoffSettings, Pull, Waiting
 from kvx.errors import ConnectorStateError, KVXError, LayoutError
@@ -31,7 +33,10 @@ from kvx.holds import Hold
 from kvx.peer import EngineInfo
 from kvx.pulls import Puller
 from kvx.region import MemoryRegion
-from kvx.sidechannel import Link, Server
+from kvx.seal import ReplySeal, RequestSeal
+from kvx.secret import Secret
+from kvx.sidechannel import Link, Server, reason_of
+from kvx.ticket import Ticket, write_ticket
 
 __all__ = [
     "CacheFollower",
@@ -54,7 +59,11 @@ SETUP_POLL_S = 200e-6
 
 
 class HandoffWorker:
-    """`status_extra` adds to `status`; it is called on the hand-off thread and must be quick."""
+    """`status_extra` adds to `status`; it is called on the hand-off thread and must be quick.
+
+    `secret`: what its engines share (`kvx.secret.read_secret`). With one, nobody else is talked to.
+    `curve`: the key pair that they share (`kvx.curve.read_curve`), to encrypt what they say.
+    """
 
     def __init__(
         self,
@@ -62,10 +71,13 @@ class HandoffWorker:
         info: EngineInfo,
         connectors: Sequence[Connector],
         status_extra: Callable[[], dict[str, Any]] | None = None,
+        secret: Secret | None = None,
+        curve: Curve | None = None,
     ) -> None:
         self._settings = settings
         self._status_extra = status_extra
-        self._side = EngineSide(settings, info, connectors, self._post)
+        self._curve = curve
+        self._side = EngineSide(settings, info, connectors, self._post, secret)
         self._holder = Holder(self._side, lambda receiver, message: self._server.send(receiver, message), self.status)
         self._puller = Puller(self._side, self._open_link, self._close_link)
         self._pulling: set[str] = set()  # the engine's thread: pulls whose outcome it has not taken
@@ -84,6 +96,11 @@ class HandoffWorker:
         self._require_open()
         return self._server.port
 
+    @property
+    def instance(self) -> str:
+        """New with every start of the process."""
+        return self._side.instance
+
     def open(
         self,
         groups: Sequence[GroupGeometry],
@@ -96,16 +113,24 @@ class HandoffWorker:
 
         `views`: layer name -> [B, H, N, C], or in kernel blocks. Connectors are opened by the cache they attach to;
         a `CacheFollower` attached after them suspends and resumes the hand-off whenever the memory changes.
-        ConnectorError: the port is in use, or the host is not ours.
+        ConnectorError: the port is in use, the host is not ours, or nothing says whom to talk to (`kvx.door`).
         """
         self._side.update(groups, views, num_blocks, generation, layout)
         self._side.is_suspended = False
         self._post(lambda: self._holder.resume(generation))
         if self._thread is not None:
             return
+        self._side.allowed = door.allowed_hosts(self._settings, self._side.secret)
+        door.warn_of_strangers(self._settings, self._side.secret)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._server = Server(self._context, self._settings.side_channel_host, self._settings.side_channel_port)
+            self._server = Server(
+                self._context,
+                self._settings.side_channel_host,
+                self._settings.side_channel_port,
+                ReplySeal(self._side.secret, self._settings.auth_window_s),
+                self._curve,
+            )
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -136,6 +161,21 @@ class HandoffWorker:
         self._post(lambda: self._holder.add(hold))
         if hold.digests is not None:  # after the note above, so that it is also seen after it
             hold.digests.add_done_callback(lambda _: self._post(lambda: self._holder.on_digests(hold)))
+
+    def ticket(self, request_id: str, num_tokens: int, lease_s: float | None = None) -> str:
+        """What a reader needs to pull a hold of this engine's one rank; empty without a secret."""
+        if self._side.secret is None:
+            return ""
+        ticket = Ticket(
+            request_id=request_id,
+            engine_id=self._side.info.engine_id,
+            instances=(self.instance,),
+            host=self._settings.side_channel_host,
+            port=self.port,
+            num_tokens=num_tokens,
+            expires_s=time.time() + max(lease_s or self._settings.lease_s, self._settings.max_hold_s),
+        )
+        return write_ticket(self._side.secret, ticket)
 
     def drop(self, request_id: str) -> None:
         """Abort a hold; it is reported as released when no reader is at it any more."""
@@ -315,12 +355,13 @@ class HandoffWorker:
             for on_reply, reply in link.replies():
                 on_reply(reply)
         except RefusedMessage as error:
-            self._side.metrics.messages_refused += 1
-            logger.warning("unreadable reply from engine %s:%s: %s", link.host, link.port, error)
-            self._puller.on_link_lost(link)
+            self._side.metrics.refuse(error.cause)
+            logger.warning("a reply of engine %s:%s is not taken: %s", link.host, link.port, reason_of(error))
+            self._puller.on_link_lost(link, f"engine {link.host}:{link.port}: {reason_of(error)}")
             return
         if link.is_lost():
-            self._puller.on_link_lost(link)
+            why = f"engine {link.host}:{link.port} has other CURVE keys, or none; give all engines one KVX_CURVE_DIR"
+            self._puller.on_link_lost(link, why if link.has_other_keys else "")
 
     def _poll_connectors(self) -> None:
         """Also in CLOSED: what its closing ended still has to be told."""
@@ -355,7 +396,8 @@ class HandoffWorker:
     # Links
 
     def _open_link(self, host: str, port: int, address: str) -> Link:
-        link = Link(self._context, host, port, address)
+        seal = RequestSeal(self._side.secret, self._settings.auth_window_s)
+        link = Link(self._context, host, port, address, seal, self._curve)
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)
         return link

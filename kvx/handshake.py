@@ -2,7 +2,8 @@
 
 Reader and owner: the reader asks HELLO once, then for each hand-off CLAIM, DIGESTS (when verifying) and RELEASE;
 RENEW as long as a request waits or is being read.
-Block ids come from the owner's claim reply, never from what passed through an HTTP client.
+Block ids come from the owner's claim reply, never from what passed through an HTTP client. Where engines share a
+secret, each message travels in a signed envelope (`kvx.seal`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import msgspec
 import zmq
 
 from kvx.addresses import endpoint_of
+from kvx.curve import read_curve
 from kvx.errors import HandshakeError, KVXError, LeaseExpired, StaleGeneration
 from kvx.geometry import GroupGeometry
 from kvx.peer import EngineInfo, PeerDescriptor, VerifyMode
+from kvx.seal import MESSAGE_LIMIT_BYTES as MESSAGE_LIMIT_BYTES
+from kvx.seal import PROTOCOL_VERSION, RequestSeal
+from kvx.seal import RefusedMessage as RefusedMessage
+from kvx.secret import read_secret
+from kvx.ticket import LONGEST_TICKET
 
-PROTOCOL_VERSION = 1
-# A claim reply of a million blocks and a page of digests fit; a request never comes near it.
-MESSAGE_LIMIT_BYTES = 8 << 20
 DIGEST_PAGE_BYTES = 1 << 20
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -55,11 +59,13 @@ class Claim(Message):
     """Ask for a held request. One not held yet is waited for, `wait_s` at most.
 
     `reader` names the pull, not only its engine: several pulls may claim one hold, and each releases its own claim.
+    `ticket` as the owner's engine signed it; empty without a secret.
     """
 
     request_id: Text
     reader: Text
     wait_s: Seconds
+    ticket: Annotated[str, msgspec.Meta(max_length=LONGEST_TICKET)] = ""
 
 
 class Claimed(Message):
@@ -146,14 +152,6 @@ _REQUEST_DECODER: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Req
 _REPLY_DECODER: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-class RefusedMessage(HandshakeError):
-    """A message that cannot be decoded; `sequence` is its number where that could be read."""
-
-    def __init__(self, message: str, sequence: int = 0) -> None:
-        super().__init__(message)
-        self.sequence = sequence
-
-
 def encode(message: Message) -> bytes:
     return _ENCODER.encode(message)
 
@@ -183,6 +181,16 @@ def expect(reply: Reply, kind: type[T]) -> T:
     if isinstance(reply, Refused):
         raise REFUSALS.get(reply.cause, HandshakeError)(f"the owner refused: {reply.reason}")
     raise HandshakeError(f"the owner refused: it sent {type(reply).__name__}")
+
+
+def _reply_to(nonce: bytes, seal: RequestSeal, data: bytes, where: str) -> Reply:
+    try:
+        body, found = seal.open(data)
+    except RefusedMessage as error:
+        raise HandshakeError(f"no status from the side channel of {where}: {error}") from error
+    if found != nonce:
+        raise HandshakeError(f"the side channel of {where} answered another request than ours")
+    return decode_reply(body)
 
 
 def _check_envelope(data: bytes) -> int:
@@ -230,7 +238,12 @@ def descriptor(message: Welcome) -> PeerDescriptor:
 
 
 def request_status(host: str, port: int, timeout_s: float = 5.0) -> dict[str, Any]:
-    """An engine's status over its side channel; HandshakeError when there is no readable answer in time."""
+    """An engine's status over its side channel, signed with this process's secret where it has one.
+
+    HandshakeError: no readable answer in time. ConnectorError: the configured secret cannot be used.
+    """
+    secret = read_secret()
+    seal, curve = RequestSeal(secret), read_curve(secret)
     context = zmq.Context()
     channel = context.socket(zmq.DEALER)
     try:
@@ -238,11 +251,14 @@ def request_status(host: str, port: int, timeout_s: float = 5.0) -> dict[str, An
         address = endpoint_of(host, port)
         channel.setsockopt(zmq.IPV6, "[" in address)
         channel.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT_BYTES)
+        if curve is not None:
+            curve.connect(channel)
         channel.connect(address)
-        channel.send(encode(Status(sequence=1)))
+        data, nonce = seal.seal(1, encode(Status(sequence=1)))
+        channel.send(data)
         if not channel.poll(round(timeout_s * 1000)):
             raise HandshakeError(f"no status from the side channel of {host}:{port} within {timeout_s:g} s")
-        reply = decode_reply(channel.recv())
+        reply = _reply_to(nonce, seal, channel.recv(), f"{host}:{port}")
     finally:
         context.destroy(linger=0)
     if not isinstance(reply, StatusReply):

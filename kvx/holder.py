@@ -9,7 +9,7 @@ from typing import Any
 
 from kvx import inject
 from kvx.engine_side import EngineSide
-from kvx.errors import KVXError
+from kvx.errors import KVXError, TransferError
 from kvx.handshake import (
     Claim,
     Digests,
@@ -25,11 +25,14 @@ from kvx.handshake import (
 )
 from kvx.holds import Hold, HoldTable, stale_covered
 from kvx.sidechannel import reason_of
+from kvx.ticket import read_ticket
 
 logger = logging.getLogger(__name__)
 
 # A connection is set up with the peer's first transfer: after a HELLO we progress the library for it.
 SETUP_S = 1.0
+# Questions for digests that are being taken; more of them are refused.
+MOST_WAITING = 4096
 
 
 class Holder:
@@ -103,14 +106,21 @@ class Holder:
     def answer(self, sender: bytes, request: Request | RefusedMessage) -> None:
         """Every request but RELEASE gets a reply, if only a refusal."""
         if isinstance(request, RefusedMessage):
-            self._side.metrics.messages_refused += 1
-            logger.warning("refused a side channel message: %s", request)
-            self._send(sender, Refused(sequence=request.sequence, reason=reason_of(request)))
+            self._refuse(sender, request)
             return
         try:
             self._answer(sender, request)
         except KVXError as error:
             self._send(sender, Refused(sequence=request.sequence, reason=reason_of(error)))
+
+    def _refuse(self, sender: bytes, refused: RefusedMessage) -> None:
+        metrics = self._side.metrics
+        metrics.refuse(refused.cause)
+        # Strangers must not fill the log: the 1st, 2nd, 4th, 8th ... of each cause.
+        count = metrics.refused_by_cause[refused.cause]
+        if count & (count - 1) == 0:
+            logger.warning("refused a side channel message (%s no. %d): %r", refused.cause, count, reason_of(refused))
+        self._send(sender, Refused(sequence=refused.sequence, reason=refused.reply or reason_of(refused)))
 
     def _answer(self, sender: bytes, request: Request) -> None:
         now = time.monotonic()
@@ -119,6 +129,7 @@ class Holder:
                 self.setup_until = now + SETUP_S
                 self._send(sender, welcome(request.sequence, self._side.describe()))
             case Claim():
+                self._check_ticket(request)
                 self._table.claim(sender, request, now)
             case Renew():
                 self._side.metrics.renewed += self._table.renew(sender, request, now)
@@ -130,9 +141,23 @@ class Holder:
             case _:
                 self._send(sender, StatusReply(sequence=request.sequence, status=self._status()))
 
+    def _check_ticket(self, claim: Claim) -> None:
+        """TransferError: there is a secret, and no ticket of ours for just this hold."""
+        if self._side.secret is None:
+            return
+        engine_id = self._side.info.engine_id
+        ticket = read_ticket(self._side.secret, claim.ticket, request_id=claim.request_id, engine_id=engine_id)
+        ticket.require_instance(self._side.instance)
+        hold = self._table.holds.get(claim.request_id)
+        if hold is not None and hold.num_tokens != ticket.num_tokens:
+            raise TransferError(
+                f"the ticket of request {claim.request_id} has {ticket.num_tokens} tokens, its hold {hold.num_tokens}"
+            )
+
     def _answer_digests(self, sender: bytes, ask: Digests) -> None:
         hold = self._table.holds.get(ask.request_id)
-        if hold is not None and hold.digests is not None and not hold.digests.done():
+        is_early = hold is not None and hold.digests is not None and not hold.digests.done()
+        if is_early and len(self._waiting_digests) < MOST_WAITING:
             self._waiting_digests.append((sender, ask))
             return
         self._send(sender, self._table.digest_page(ask))

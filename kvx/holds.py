@@ -24,6 +24,8 @@ from kvx.handshake import Claim, Claimed, DigestPage, Digests, Message, Refused,
 KEPT_ENDINGS = 4096
 # More pulls than this at one hold are a mistake; claims come from outside and must not fill the memory.
 MOST_READERS = 1024
+# The same for claims of requests that are not held yet.
+MOST_PARKED = 4096
 DigestsFuture = Future[list[GroupDigests]]
 Send = Callable[[bytes, Message], None]
 
@@ -109,7 +111,9 @@ class HoldTable:
         """Answer with the hold's own block ids; park the claim of a request that is not known yet."""
         hold = self.holds.get(claim.request_id)
         is_unknown = hold is None and claim.request_id not in self._endings
-        if is_unknown or (hold is not None and hold.is_awaiting_reuse):
+        if is_unknown and len(self._parked) >= MOST_PARKED:
+            self._refuse(sender, claim, f"request {claim.request_id} is not held here, and {MOST_PARKED} claims wait")
+        elif is_unknown or (hold is not None and hold.is_awaiting_reuse):
             self._parked.append(_ParkedClaim(sender, claim, now + claim.wait_s))
         elif hold is None:
             self._refuse_ended(sender, claim)

@@ -35,6 +35,7 @@ class HandoffMetrics:
     mismatches: list[dict[str, Any]] = field(default_factory=list)
     by_connector: dict[str, int] = field(default_factory=dict)
     messages_refused: int = 0
+    refused_by_cause: dict[str, int] = field(default_factory=dict)
     internal_errors: int = 0
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_DURATIONS))
     spans_s: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=KEPT_DURATIONS))
@@ -43,6 +44,11 @@ class HandoffMetrics:
         """One pull that failed, for a cause that an error of kvx names."""
         self.failed += 1
         self.failures[cause] = self.failures.get(cause, 0) + 1
+
+    def refuse(self, cause: str) -> None:
+        """One message of the side channel, in or out, that was not taken."""
+        self.messages_refused += 1
+        self.refused_by_cause[cause] = self.refused_by_cause.get(cause, 0) + 1
 
     def mismatch(self, request_id: str, layer_group: str, position: int) -> None:
         """One hand-off whose digests differ, first at this token position."""
@@ -71,6 +77,7 @@ class HandoffMetrics:
                 "mismatches": list(self.mismatches),
             },
             "side_channel": {"refused": self.messages_refused, "internal_errors": self.internal_errors},
+            "messages_refused": dict(self.refused_by_cause),
             "handoff_s": list(self.durations_s),
             "spans_s": list(self.spans_s),
         }

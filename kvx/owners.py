@@ -60,6 +60,7 @@ class Owners:
 
     def _open(self, owner: Owner, address: str) -> KVXError | None:
         try:
+            self._side.allowed.require(owner.place[0], address)
             owner.opened = self._open_link(*owner.place, address)
         except KVXError as error:
             return error

@@ -48,6 +48,7 @@ from kvx.plan import Runs, plan
 from kvx.pull_check import Checker
 from kvx.pull_state import ActivePull, Owner, Phase
 from kvx.sidechannel import Link
+from kvx.ticket import Ticket, read_ticket
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +89,17 @@ class Puller:
         self._pulls[spec.request_id] = pull
         owner.pulls.add(pull)
         self._heartbeat.begun(spec.request_id)
-        self._guard(pull, self._greet_or_claim)
+        self._guard(pull, self._begin)
 
     def keep(self, waiting: Waiting, now: float) -> None:
-        """Renew a request's hold until its pull begins."""
-        if waiting.request_id not in self._pulls:
-            self._heartbeat.keep(waiting, now)
+        """Renew a request's hold until its pull begins; with a ticket that is none, the pull will say why not."""
+        if waiting.request_id in self._pulls:
+            return
+        try:
+            self._require_ticket(waiting)
+        except KVXError:
+            return
+        self._heartbeat.keep(waiting, now)
 
     def cancel(self, request_id: str) -> None:
         """A request of the engine's: the pull ends as failed, once its blocks are safe."""
@@ -113,14 +119,17 @@ class Puller:
         elif not pull.transfers:
             self._guard(pull, self._moved)
 
-    def on_link_lost(self, link: Link) -> None:
-        """The owner's process ended, or closed the connection: nothing that is still to come will come."""
+    def on_link_lost(self, link: Link, why: str = "") -> None:
+        """The owner's process ended, or closed the connection: nothing that is still to come will come.
+
+        `why`: what is known of it, where there is more to say.
+        """
         owner = self._owners.of_link(link)
         if owner is None:
             return
-        error = PeerDead(f"engine {link.host}:{link.port} closed its side channel; is it still running?")
+        why = why or f"engine {link.host}:{link.port} closed its side channel; is it still running?"
         self._heartbeat.lose(owner)
-        self._fail_each(owner.pulls, error)
+        self._fail_each(owner.pulls, PeerDead(why))
         self._owners.remove(owner)
 
     def tick(self, now: float) -> None:
@@ -156,6 +165,22 @@ class Puller:
         self._owners.close()
 
     # LOOK UP, GREET
+
+    def _begin(self, pull: ActivePull) -> None:
+        """What an HTTP client could have changed is checked before anything is connected to."""
+        ticket = self._require_ticket(pull.spec)
+        if ticket is not None:
+            ticket.require_tokens(pull.spec.first_token + pull.spec.num_tokens)
+        self._greet_or_claim(pull)
+
+    def _require_ticket(self, asked: Pull | Waiting) -> Ticket | None:
+        """What the owner signed for this hold and place; None where there is no secret."""
+        secret = self._side.secret
+        if secret is None:
+            return None
+        ticket = read_ticket(secret, asked.ticket, request_id=asked.remote_request_id, engine_id=asked.remote_engine_id)
+        ticket.require_place(asked.host, asked.port)
+        return ticket
 
     def _on_opened(self, owner: Owner, error: KVXError | None) -> None:
         waiting = [pull for pull in owner.pulls if pull.phase is Phase.LOOK_UP and pull.cause is None]
@@ -214,6 +239,7 @@ class Puller:
             request_id=pull.spec.remote_request_id,
             reader=pull.reader,
             wait_s=max(0.0, pull.deadline - now),
+            ticket=pull.spec.ticket if self._side.secret is not None else "",
         )
         pull.owner.link.ask(claim, lambda reply: self._guard(pull, lambda pull: self._on_claimed(pull, reply)))
 

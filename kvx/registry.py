@@ -145,7 +145,7 @@ def _overdeclared(capabilities: object) -> str:
         return f"declares the operations {operations!r}; a frozenset of Op.READ, Op.WRITE or both is needed"
     if not isinstance(memory, frozenset) or not memory or memory - MEMORY_KINDS:
         return f"declares the memory kinds {memory!r}; a frozenset of {', '.join(sorted(MEMORY_KINDS))} is needed"
-    for flag in ("notify", "shares_memory", "reaches_processes"):
+    for flag in ("notify", "shares_memory", "reaches_processes", "opens_ports", "ports_everywhere"):
         if not isinstance(getattr(capabilities, flag), bool):
             return f"declares {flag} as {getattr(capabilities, flag)!r}; True or False is needed"
     return ""

@@ -1,7 +1,7 @@
 """The side channel's sockets: one server a rank, one link to each engine that it reads from.
 
 All of it belongs to the hand-off thread; ZeroMQ sockets are not for several threads. The server is bound to the
-configured host and to no other.
+configured host and to no other. With a secret, both ends sign what they send, and take nothing that is not signed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvx.addresses import endpoint, endpoint_of
+from kvx.curve import Curve
 from kvx.errors import ConnectorError, HandshakeError, KVXError
 from kvx.handshake import (
     MESSAGE_LIMIT_BYTES,
@@ -24,22 +25,40 @@ from kvx.handshake import (
     decode_request,
     encode,
 )
+from kvx.seal import ReplySeal, RequestSeal
 
 # ZeroMQ drops a connection that sends more than this; between the limits we answer with a refusal.
 HARD_LIMIT_BYTES = 4 * MESSAGE_LIMIT_BYTES
+# Requests that are read before the hand-off thread looks at its transfers again.
+MOST_AT_ONCE = 256
+# All that somebody without the secret, or with an old message, gets to know.
+STRANGERS_REPLY = "not authenticated: this engine talks only to those that share its secret"
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 OnReply = Callable[[Reply], None]
 
 
 class Server:
     """Answers HELLO, CLAIM, RENEW, DIGESTS, RELEASE and STATUS. The constructor binds."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        port: int,
+        seal: ReplySeal | None = None,
+        curve: Curve | None = None,
+    ) -> None:
         """ConnectorError, in one sentence, when the port is in use or the host is not ours. Port 0 chooses one."""
+        self._seal = seal or ReplySeal(None)
         self.socket = context.socket(zmq.ROUTER)
         try:
             address = endpoint_of(host, port)
             self.socket.setsockopt(zmq.IPV6, "[" in address)
             self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
+            if curve is not None:
+                curve.listen(self.socket)
             self.socket.bind(address)
         except zmq.ZMQError as error:
             self.socket.close(linger=0)
@@ -57,26 +76,38 @@ class Server:
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def requests(self) -> Iterator[tuple[bytes, Request | RefusedMessage]]:
-        """What has arrived: (sender, request), or what was wrong with it."""
-        while True:
+        """What has arrived: (where a reply goes, request), or what was wrong with it; of very much, a part."""
+        for _ in range(MOST_AT_ONCE):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if len(frames) != 2:
-                yield frames[0], RefusedMessage(f"a side channel message has one frame, found {len(frames) - 1}")
+                error = RefusedMessage(f"a side channel message has one frame, found {len(frames) - 1}")
+                yield self._refuse(frames[0], error)
                 continue
             try:
-                yield frames[0], decode_request(frames[1])
+                body, nonce = self._seal.open(frames[1])
             except RefusedMessage as error:
-                yield frames[0], error
+                yield self._refuse(frames[0], error)
+                continue
+            try:
+                yield _receiver(frames[0], nonce), decode_request(body)
+            except RefusedMessage as error:
+                yield _receiver(frames[0], nonce), error
 
     def send(self, receiver: bytes, message: Message) -> None:
         """Without waiting: a receiver that is gone or does not read loses the message, its deadline tells it."""
+        name, nonce = receiver[1 + receiver[0] :], receiver[1 : 1 + receiver[0]]
         try:
-            self.socket.send_multipart([receiver, encode(message)], zmq.NOBLOCK)
+            self.socket.send_multipart([name, self._seal.seal(message.sequence, nonce, encode(message))], zmq.NOBLOCK)
         except zmq.Again:
             pass
+
+    def _refuse(self, name: bytes, error: RefusedMessage) -> tuple[bytes, RefusedMessage]:
+        if self._seal.is_strict:
+            error.reply = STRANGERS_REPLY
+        return _receiver(name, b""), error
 
     def close(self) -> None:
         self.socket.close(linger=0)
@@ -85,27 +116,40 @@ class Server:
 class Link:
     """Our end of the side channel of one engine. `host` is what the engine is known by, `address` where it is."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, address: str) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        port: int,
+        address: str,
+        seal: RequestSeal | None = None,
+        curve: Curve | None = None,
+    ) -> None:
         """HandshakeError when nothing can be connected to there; no socket is left then."""
         self.host, self.port = host, port
         where = endpoint(address, port)
         if port == 0:  # ZeroMQ takes it and never connects
             raise HandshakeError(f"side channel port 0 of host {host} is no port; use one of 1 to 65535")
         self.socket = context.socket(zmq.DEALER)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
+        self.has_other_keys = False  # CURVE at one end only, or with another key
         try:
             self.socket.setsockopt(zmq.IPV6, "[" in where)
             self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
+            if curve is not None:
+                curve.connect(self.socket)
             self.socket.connect(where)
         except zmq.ZMQError as error:
             self.close()
             raise HandshakeError(f"the side channel cannot connect to {host}:{port}: {error}") from error
         self._sequence = 0
-        self._waiting: dict[int, OnReply] = {}
+        self._seal = seal or RequestSeal(None)
+        self._waiting: dict[int, tuple[OnReply, bytes]] = {}
 
     def ask(self, message: Message, on_reply: OnReply) -> None:
         """Send a request (its `sequence` is set here); the reply, if one comes, goes to `on_reply`."""
-        self._waiting[self._send(message)] = on_reply
+        nonce = self._send(message)
+        self._waiting[self._sequence] = on_reply, nonce
 
     def tell(self, message: Message) -> None:
         """Send a message that has no reply."""
@@ -121,17 +165,23 @@ class Link:
                 data = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            reply = decode_reply(data)
-            on_reply = self._waiting.pop(reply.sequence, None)
-            if on_reply is not None:
-                yield on_reply, reply
+            body, nonce = self._seal.open(data)
+            reply = decode_reply(body)
+            on_reply, asked = self._waiting.get(reply.sequence, (None, b""))
+            if on_reply is None:
+                continue
+            if nonce != asked:
+                raise RefusedMessage("a reply was signed for another request", reply.sequence, "replayed")
+            del self._waiting[reply.sequence]
+            yield on_reply, reply
 
     def is_lost(self) -> bool:
         """Whether the engine closed the connection: it ended, whatever has taken its port since."""
         lost = False
         while not self.socket.closed and self.monitor.poll(0):
             event = parse_monitor_message(self.monitor.recv_multipart())
-            lost = lost or event["event"] == zmq.EVENT_DISCONNECTED
+            lost = True
+            self.has_other_keys |= bool(event["event"] & HANDSHAKE_FAILED)
         return lost
 
     def close(self) -> None:
@@ -140,14 +190,21 @@ class Link:
         # What was said last (a release) still goes out if it can within this time.
         self.socket.close(linger=200)
 
-    def _send(self, message: Message) -> int:
+    def _send(self, message: Message) -> bytes:
+        """The nonce that its reply must have."""
         self._sequence += 1
         message.sequence = self._sequence
+        data, nonce = self._seal.seal(self._sequence, encode(message))
         try:
-            self.socket.send(encode(message), zmq.NOBLOCK)
+            self.socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
             raise HandshakeError(f"the side channel of {self.host}:{self.port} takes no more messages") from None
-        return self._sequence
+        return nonce
+
+
+def _receiver(name: bytes, nonce: bytes) -> bytes:
+    """Where a reply goes: ZeroMQ's name of the asker, and the nonce of what it asked."""
+    return bytes([len(nonce)]) + nonce + name
 
 
 def reason_of(error: KVXError) -> str:

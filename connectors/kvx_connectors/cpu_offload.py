@@ -43,7 +43,11 @@ class CpuOffloadConnector(OffloadConnector):
 
     name: ClassVar[str] = "cpu_offload"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        operations=frozenset(Op), notify=False, memory=frozenset({"cpu", "cuda"}), reaches_processes=False
+        operations=frozenset(Op),
+        notify=False,
+        memory=frozenset({"cpu", "cuda"}),
+        reaches_processes=False,
+        opens_ports=False,
     )
 
     def __init__(self, host_bytes: int | None = None, driver: Driver | None = None) -> None:

@@ -52,7 +52,7 @@ class IpcConnector(Connector):
 
     name: ClassVar[str] = "ipc"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        operations=frozenset(Op), notify=False, memory=frozenset({"cpu", "cuda"}), shares_memory=True
+        operations=frozenset(Op), notify=False, memory=frozenset({"cpu", "cuda"}), shares_memory=True, opens_ports=False
     )
 
     def __init__(self) -> None:

@@ -95,7 +95,11 @@ class MooncakeConnector(Connector):
 
     name: ClassVar[str] = "mooncake"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        operations=frozenset(Op), notify=False, memory=frozenset({"cpu"})
+        operations=frozenset(Op),
+        notify=False,
+        memory=frozenset({"cpu"}),
+        ports="two TCP ports of Mooncake's choice, on every interface",
+        ports_everywhere=True,
     )
 
     def __init__(self) -> None:

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
 
+from kvx.addresses import is_loopback
 from kvx.connector import Capabilities, Connector, Copies, Op, Transfer, TransferState
 from kvx.errors import ConnectorError, HandshakeError, TransferError
 from kvx.peer import Int64s, Peer
@@ -75,7 +76,10 @@ class NixlConnector(Connector):
 
     name: ClassVar[str] = "nixl"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        operations=frozenset(Op), notify=True, memory=frozenset(_MEMORY_TYPES)
+        operations=frozenset(Op),
+        notify=True,
+        memory=frozenset(_MEMORY_TYPES),
+        ports="ports of UCX's choice on every interface of UCX_NET_DEVICES",
     )
 
     def __init__(self, agent_name: str | None = None) -> None:
@@ -92,6 +96,8 @@ class NixlConnector(Connector):
             raise ConnectorError("one connector registers the memory of one device; use one rank for each device")
         self._memory_type, self._device_id = _MEMORY_TYPES[kind], int(index or 0)
         _leave_rdma_out()
+        if self.data_address and is_loopback(self.data_address):
+            _listen_on_loopback()
         self._rows = [(region.address, region.nbytes, self._device_id, "") for region in regions]
         try:
             self._serving = self._start_agent(self._agent_name)
@@ -246,6 +252,11 @@ def _leave_rdma_out() -> None:
     """
     if _NOT_RDMA.issuperset(os.environ.get("UCX_TLS", "all").split(",")):
         os.environ.setdefault("UCX_MODULES", "^ib")
+
+
+def _listen_on_loopback() -> None:
+    """UCX would listen on every interface; peers of an engine whose side channel is on loopback are on this host."""
+    os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 
 def _remote_of(transfer: Transfer) -> _Remote:

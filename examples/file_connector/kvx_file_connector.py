@@ -49,7 +49,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FileConnector(Connector):
     name: ClassVar[str] = "file"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        operations=frozenset({Op.WRITE}), notify=False, memory=frozenset({"cpu"})
+        operations=frozenset({Op.WRITE}), notify=False, memory=frozenset({"cpu"}), opens_ports=False
     )
 
     def __init__(self) -> None:

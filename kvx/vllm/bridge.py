@@ -60,6 +60,7 @@ class SideChannelAddress(KVConnectorHandshakeMetadata):
 
     host: str
     port: int
+    instance: str
 
 
 class KvxConnector(KVConnectorBase_V1, SupportsHMA):
@@ -132,9 +133,10 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.finished(request, block_ids)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        first = metadata[0]
-        assert isinstance(first, SideChannelAddress)
-        self.scheduler.listens_at(first.port)
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        addresses = [address for address in ranks if isinstance(address, SideChannelAddress)]
+        assert len(addresses) == len(ranks), "every worker's half is ours"
+        self.scheduler.listens_at(addresses[0].port, [address.instance for address in addresses])
 
     # --- worker half ------------------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.open(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return SideChannelAddress(*self.worker.address)
+        return SideChannelAddress(*self.worker.address, self.worker.handoff.instance)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         # Before the forward pass: a hold that waited for it would keep decode waiting for another request's prefill.

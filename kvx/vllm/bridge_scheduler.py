@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..handoff import Failure
+from ..secret import read_secret
+from ..ticket import LONGEST_TICKET, Ticket, write_ticket
 from . import settings
 from .bridge_offload import OffloadScheduler, OffloadWork, RankReport
 
@@ -19,6 +22,8 @@ NULL_BLOCK = 0
 LONGEST_HOST = 253
 #: Where a request's `kv_transfer_params` say that it was computed here because its hand-off failed, and why.
 FAILURE = "kvx_failure"
+#: kvx's own field of `kv_transfer_params`, beside vLLM's.
+TICKET = "kvx_ticket"
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class PullWork:
     blocks: tuple[tuple[int, ...], ...]
     first_token: int
     num_tokens: int
+    ticket: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,10 @@ class WaitWork:
 
     request_id: str
     remote_request_id: str
+    remote_engine_id: str
     host: str
     port: int
+    ticket: str = ""
 
 
 @dataclass
@@ -75,6 +83,8 @@ class RemotePrefill:
     request_id: str
     host: str
     port: int
+    #: Checked by the worker's half, where its failure is a failed hand-off; empty where the client sent none.
+    ticket: str = ""
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> RemotePrefill | None:
@@ -94,8 +104,13 @@ class RemotePrefill:
                 params["remote_port"],
             )
             return None
+        ticket = params.get(TICKET)
         return cls(
-            params["remote_engine_id"], params["remote_request_id"], params["remote_host"], params["remote_port"]
+            params["remote_engine_id"],
+            params["remote_request_id"],
+            params["remote_host"],
+            params["remote_port"],
+            ticket if isinstance(ticket, str) and len(ticket) <= LONGEST_TICKET else "",
         )
 
 
@@ -105,7 +120,9 @@ class BridgeScheduler:
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._kv_cache_config = kv_cache_config
         self._settings = settings.from_vllm(vllm_config)
+        self._secret = read_secret()
         self._port = settings.engine_port(vllm_config)
+        self._instances: tuple[str, ...] = ()
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._tp_size: int = vllm_config.parallel_config.tensor_parallel_size
         self._work = StepWork()
@@ -116,16 +133,20 @@ class BridgeScheduler:
             num_ranks=vllm_config.parallel_config.world_size,
         )
 
-    def listens_at(self, port: int) -> None:
-        """The first rank's side channel port, which a configured 0 leaves to the system."""
-        self._port = port
+    def listens_at(self, port: int, instances: Sequence[str]) -> None:
+        """The first rank's side channel port, which a configured 0 leaves to the system; and who the ranks are."""
+        self._port, self._instances = port, tuple(instances)
 
     def added(self, request: Any) -> None:
         """vLLM has queued the request; when it will have blocks for it nobody knows."""
         params = request.kv_transfer_params
         remote = RemotePrefill.from_params(params) if params and params.get("do_remote_prefill") else None
         if remote is not None:
-            self._work.waits.append(WaitWork(request.request_id, remote.request_id, remote.host, remote.port))
+            self._work.waits.append(
+                WaitWork(
+                    request.request_id, remote.request_id, remote.engine_id, remote.host, remote.port, remote.ticket
+                )
+            )
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that can be loaded beyond those already here, and whether they load in background.
@@ -223,7 +244,22 @@ class BridgeScheduler:
             "remote_block_ids": [list(group) for group in blocks],
             "remote_num_tokens": request.num_computed_tokens,
             "tp_size": self._tp_size,
+            **self._ticket(request.request_id, request.num_computed_tokens),
         }
+
+    def _ticket(self, request_id: str, num_tokens: int) -> dict[str, str]:
+        if self._secret is None:
+            return {}
+        ticket = Ticket(
+            request_id=request_id,
+            engine_id=self._engine_id,
+            instances=self._instances,
+            host=self._settings.side_channel_host,
+            port=self._port,
+            num_tokens=num_tokens,
+            expires_s=time.time() + max(self._settings.lease_s, self._settings.max_hold_s),  # renewals count
+        )
+        return {TICKET: write_ticket(self._secret, ticket)}
 
     def _pull(
         self,
@@ -243,6 +279,7 @@ class BridgeScheduler:
                 blocks,
                 first_token,
                 num_tokens,
+                remote.ticket,
             )
         )
 

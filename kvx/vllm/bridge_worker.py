@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from .. import registry
+from .. import door, registry
 from ..cache import CacheState, RegionUser
 from ..connector import Connector
+from ..curve import read_curve
 from ..errors import CacheStateError, ConnectorError, KVXError
 from ..handoff import CacheFollower, EngineInfo, Failure, HandoffWorker, Pull, Waiting
 from ..layout import KVCacheLayout, require_block_compact
 from ..offload import HostPool
 from ..offload_worker import OffloadConnector, OffloadEvents, OffloadWorker
+from ..secret import read_secret
 from . import allocation, bridge_offload, settings
 from .bridge_offload import OffloadWork, RankReport
 from .bridge_scheduler import HoldWork, PullWork, StepWork
@@ -48,6 +50,8 @@ class BridgeWorker:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings.for_rank(vllm_config)
+        self._secret = read_secret()
+        self._curve = read_curve(self._secret)
         self._seam: WorkerSeam = current_seam()
         self._connectors: list[Connector] = []
         self._handoff: HandoffWorker | None = None
@@ -89,6 +93,7 @@ class BridgeWorker:
             connector = connector_class()
             if isinstance(connector, OffloadConnector) and not self._begin_offload(connector, groups, kv_caches):
                 continue
+            door.prepare(self._settings, [connector])
             try:
                 cache.attach(connector)
             except ConnectorError as error:
@@ -100,7 +105,9 @@ class BridgeWorker:
         if not self._connectors and registry.AUTO in self._settings.connectors:
             raise ConnectorError("auto has no connector that could be opened; the log above says why")
         movers = [connector for connector in self._connectors if connector.capabilities.reaches_processes]
-        self._handoff = HandoffWorker(self._settings, self._info(), movers, status_extra=self._status)
+        self._handoff = HandoffWorker(
+            self._settings, self._info(), movers, status_extra=self._status, secret=self._secret, curve=self._curve
+        )
         self._handoff.open(
             groups=groups,
             views=kv_caches,
@@ -120,7 +127,9 @@ class BridgeWorker:
             self._pull(pull)
         for wait in work.waits:
             port = wait.port + settings.rank_of(self._vllm_config)
-            self.handoff.keep(Waiting(wait.request_id, wait.remote_request_id, wait.host, port))
+            self.handoff.keep(
+                Waiting(wait.request_id, wait.remote_request_id, wait.remote_engine_id, wait.host, port, wait.ticket)
+            )
         for request_id in work.cancels:
             self.handoff.cancel(request_id)
         if self._offload is not None:
@@ -231,6 +240,7 @@ class BridgeWorker:
             blocks=pull.blocks or no_blocks,
             first_token=pull.first_token,
             num_tokens=pull.num_tokens,
+            ticket=pull.ticket,
         )
         try:
             self.handoff.pull(asked)

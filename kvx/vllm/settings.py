@@ -18,6 +18,12 @@ def from_vllm(vllm_config: Any) -> HandoffSettings:
         ConnectorError: an option that kvx does not have, or a value of the wrong kind; the message names it.
     """
     given = dict(settings_of(vllm_config))
+    secrets = sorted(name for name in given if "secret" in name.lower())
+    if secrets:
+        raise ConnectorError(
+            f"kv_connector_extra_config has {', '.join(secrets)}, and vLLM logs all of it; take it out, and name a file"
+            " with the secret in the environment: KVX_SECRET_FILE"
+        )
     known = {field.name: field for field in dataclasses.fields(HandoffSettings)}
     unknown = sorted(set(given) - set(known))
     if unknown:
@@ -29,6 +35,8 @@ def from_vllm(vllm_config: Any) -> HandoffSettings:
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names) or not names:
             raise ConnectorError(f"kv_connector_extra_config.connectors is {names!r}; it needs a list of names")
         given["connectors"] = tuple(names)
+    if isinstance(given.get("allowed_hosts"), list):
+        given["allowed_hosts"] = tuple(given["allowed_hosts"])
     return HandoffSettings(**given)
 
 

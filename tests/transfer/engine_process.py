@@ -47,12 +47,15 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         from kvx_connectors.nixl import NixlConnector
 
+        from kvx import door
         from kvx.cache import ExtensibleKVCache
+        from kvx.curve import read_curve
         from kvx.drivers.host import HostDriver
         from kvx.drivers.shared_host import SharedHostDriver
         from kvx.handoff import CacheFollower, EngineInfo, HandoffSettings, HandoffWorker
         from kvx.plan import HeadRange, group_geometry
         from kvx.registry import connector_classes
+        from kvx.secret import read_secret
         from kvx.tensor import views_of
 
         self.config = config
@@ -71,6 +74,8 @@ class Engine:
             found(config.agent_name) if issubclass(found, NixlConnector) else found() for found in classes
         ]
         self.connector = self.connectors[0]
+        settings = HandoffSettings(**config.settings)
+        door.prepare(settings, self.connectors)
         self.cache.commit(4)
         for connector in self.connectors:
             self.cache.attach(connector)
@@ -81,7 +86,8 @@ class Engine:
             engine_id=config.engine_id, model=config.model, dtype=config.dtype, kv_cache_dtype=config.dtype,
             tp_size=config.tp_size,
         )  # fmt: skip
-        self.worker = HandoffWorker(HandoffSettings(**config.settings), info, self.connectors)
+        secret = read_secret()
+        self.worker = HandoffWorker(settings, info, self.connectors, secret=secret, curve=read_curve(secret))
         self.worker.open(self.groups, self.views, config.num_blocks, self.cache.generation, config.layout)
         self.cache.attach(CacheFollower(self.worker, lambda: self.cache.committed_blocks))
 
@@ -110,6 +116,9 @@ class Engine:
 
     def hold(self, request_id: str, blocks: list[list[int]], num_tokens: int, lease_s: float | None = None) -> None:
         self.worker.hold(request_id, blocks, num_tokens, lease_s)
+
+    def ticket(self, request_id: str, num_tokens: int, lease_s: float | None = None) -> str:
+        return self.worker.ticket(request_id, num_tokens, lease_s)
 
     def drop(self, request_id: str) -> None:
         self.worker.drop(request_id)

@@ -19,8 +19,11 @@ def block_ids(config: EngineConfig, num_tokens: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(config.num_blocks), count)
 
 
-def pull(reader: Remote, owner: Remote, request_id: str, blocks: list[list[int]], first: int, count: int) -> None:
+def pull(
+    reader: Remote, owner: Remote, request_id: str, blocks: list[list[int]], first: int, count: int, ticket: str = ""
+) -> None:
     reader.pull(
+        ticket=ticket,
         request_id=request_id,
         remote_request_id=request_id,
         remote_engine_id=owner.config.engine_id,
@@ -41,7 +44,8 @@ def hand_off(owner: Remote, reader: Remote, num_tokens: int, seed: int, first_to
     held = first_token // reader.config.block_size_tokens
     wanted = [-1] * held + ours[held:]
     before = reader.read([ours], 0, first_token)
-    pull(reader, owner, request, [wanted], first_token, num_tokens - first_token)
+    ticket = owner.ticket(request, num_tokens)
+    pull(reader, owner, request, [wanted], first_token, num_tokens - first_token, ticket)
     assert reader.events(20)["received"] == {request}
     assert reader.read([ours], first_token, num_tokens - first_token) == owner.read(
         [theirs], first_token, num_tokens - first_token

@@ -17,7 +17,13 @@ BIG = {"num_layers": 8, "head_size": 64, "num_blocks": 1600, "capacity_blocks": 
 
 
 def keep(reader: Remote, owner: Remote, request_id: str) -> None:
-    reader.keep(request_id=request_id, remote_request_id=request_id, host="127.0.0.1", port=owner.port)
+    reader.keep(
+        request_id=request_id,
+        remote_request_id=request_id,
+        remote_engine_id=owner.config.engine_id,
+        host="127.0.0.1",
+        port=owner.port,
+    )
 
 
 def test_a_request_that_waits_longer_than_its_lease_is_still_handed_off(start_engines: StartEngines) -> None:

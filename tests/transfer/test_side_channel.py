@@ -73,7 +73,9 @@ def test_bad_messages_are_refused_and_counted(start_engines: StartEngines, deale
     assert dealer.poll(5000)
     dealer.recv()
     status = request_status("127.0.0.1", owner.port)
-    assert status["side_channel"] == {"refused": len(BAD) + 2, "internal_errors": 0}
+    refused = len(BAD) + 2
+    assert status["side_channel"] == {"refused": refused, "internal_errors": 0}
+    assert status["messages_refused"] == {"malformed": refused}
     # Larger still: ZeroMQ drops the connection before the message is in memory.
     dealer.send(b"\0" * (HARD_LIMIT_BYTES + 1))
     assert not dealer.poll(300)
@@ -128,8 +130,9 @@ def test_a_port_in_use_or_a_foreign_host_is_one_clear_sentence(start_engines: St
         port = taken.getsockname()[1]
         with pytest.raises(RuntimeError, match=f"ConnectorError: side channel port {port} on 127.0.0.1 is in use"):
             start_engines(EngineConfig("prefill", settings={"side_channel_port": port}))
+    foreign = {"side_channel_host": "203.0.113.1", "allowed_hosts": ("203.0.113.0/24",)}
     with pytest.raises(RuntimeError, match=r"ConnectorError: the side channel cannot listen on 203\.0\.113\.1:0"):
-        start_engines(EngineConfig("prefill", settings={"side_channel_host": "203.0.113.1"}))
+        start_engines(EngineConfig("prefill", connectors=("ipc",), settings=foreign))
 
 
 def test_status_of_nobody_is_an_error() -> None:

@@ -113,7 +113,7 @@ def test_the_hold_of_a_request_that_does_not_begin_at_once_is_renewed() -> None:
     )
     scheduler.added(asked)
     scheduler.added(plain)
-    assert scheduler.take_work(nothing).waits == [WaitWork("r", "x", "h", 1)]
+    assert scheduler.take_work(nothing).waits == [WaitWork("r", "x", "p", "h", 1)]
     scheduler.added(asked)
     scheduler.blocks_allocated(asked, [[1, 2]], 20)
     work = scheduler.take_work(nothing)

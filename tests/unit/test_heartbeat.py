@@ -13,7 +13,7 @@ from kvx.engine_side import Waiting
 from kvx.handshake import Claim, Refused, Release, Renew, Renewed
 from kvx.heartbeat import FIRST_RENEWAL_S
 
-WAITING = Waiting("r", "theirs", "10.0.0.1", 1)
+WAITING = Waiting("r", "theirs", "e", "10.0.0.1", 1)
 
 
 def renewals(pair: Pair) -> int:
@@ -109,8 +109,8 @@ def test_a_name_that_is_being_looked_up_for_a_renewal_serves_the_pull(monkeypatc
     answer = threading.Event()
     monkeypatch.setattr(addresses, "look_up", lambda host: "10.0.0.2" if answer.wait(20) else "")
     pair = Pair()
-    pair.puller.keep(Waiting("r", "theirs", "name", 1), time.monotonic())
-    pair.puller.keep(Waiting("other", "theirs too", "name", 1), time.monotonic())
+    pair.puller.keep(Waiting("r", "theirs", "e", "name", 1), time.monotonic())
+    pair.puller.keep(Waiting("other", "theirs too", "e", "name", 1), time.monotonic())
     pair.puller.tick(time.monotonic() + FIRST_RENEWAL_S)
     pair.start(host="name")
     answer.set()
@@ -125,7 +125,7 @@ def test_a_name_that_is_being_looked_up_for_a_renewal_serves_the_pull(monkeypatc
 def test_an_owner_that_is_lost_is_not_asked() -> None:
     pair = Pair()
     transfer = pair.moving()
-    pair.puller.keep(Waiting("w", "theirs", "10.0.0.1", 1), time.monotonic())
+    pair.puller.keep(Waiting("w", "theirs", "e", "10.0.0.1", 1), time.monotonic())
     pair.puller.on_link_lost(pair.link)  # type: ignore[arg-type]
     pair.puller.tick(time.monotonic() + 60)
     pair.finish(transfer)

@@ -61,6 +61,7 @@ class Pair:
         self.notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
         settings = dataclasses.replace(SETTINGS, verify="all" if verify else "off")
         self.side = EngineSide(settings, INFO, [self.connector], post=self.notes.put)
+        self.side.allowed = addresses.AllowedHosts.anywhere()
         view = torch.zeros(100, 1, 16, 8)
         self.side.update([LAYER], {"a": view}, 100, 1, "LBHNC")
         self.links: list[FakeLink] = []

@@ -1,0 +1,336 @@
+"""The side channel between strangers: an engine with a secret answers those alone that have it, too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.auth
+from engine_process import EngineConfig, Remote, StartEngines
+from test_handoff import hand_off, pull
+from test_side_channel import BAD, listening_addresses
+
+from kvx.errors import HandshakeError
+from kvx.handshake import (
+    Claim,
+    Claimed,
+    Digests,
+    Hello,
+    Message,
+    Refused,
+    Release,
+    Status,
+    decode_reply,
+    encode,
+    request_status,
+)  # fmt: skip
+from kvx.seal import RequestSeal
+from kvx.secret import Secret
+from kvx.sidechannel import HARD_LIMIT_BYTES, STRANGERS_REPLY
+from kvx.ticket import Ticket, write_ticket
+
+pytestmark = pytest.mark.transfer
+
+KEY = "a secret for tests, and for nothing else"
+WITH_SECRET = {"KVX_SECRET": KEY}
+SECRET = Secret(KEY.encode())
+
+
+class Stranger:
+    """Somebody who speaks ZeroMQ, and is not an engine."""
+
+    def __init__(self, owner: Remote) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(f"tcp://127.0.0.1:{owner.port}")
+
+    def say(self, data: bytes) -> None:
+        self._socket.send(data)
+
+    def ask(self, data: bytes) -> dict[str, Any]:
+        self.say(data)
+        return self.hear()
+
+    def hear(self) -> dict[str, Any]:
+        assert self._socket.poll(5000), "no answer"
+        reply: dict[str, Any] = msgspec.msgpack.decode(self._socket.recv())
+        return reply
+
+    def hears_something(self, timeout_s: float) -> bool:
+        return bool(self._socket.poll(round(timeout_s * 1000)))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def stranger_at() -> Iterator[Callable[[Remote], Stranger]]:
+    made: list[Stranger] = []
+
+    def make(owner: Remote) -> Stranger:
+        made.append(Stranger(owner))
+        return made[-1]
+
+    yield make
+    for stranger in made:
+        stranger.close()
+
+
+def requests() -> list[Message]:
+    return [
+        Hello(sequence=1, engine_id="decode"),
+        Claim(sequence=2, request_id="r", reader="me", wait_s=1.0),
+        Digests(sequence=3, request_id="r", group=0, first_token=0, num_tokens=1, head_start=0, head_count=1),
+        Status(sequence=4),
+        Release(sequence=5, request_id="r", reader="me"),
+    ]
+
+
+def only_refused(reply: dict[str, Any]) -> bool:
+    return reply.keys() == {"kind", "version", "sequence", "reason"} and reply["reason"] == STRANGERS_REPLY
+
+
+def refused(engine: Remote) -> dict[str, int]:
+    found: dict[str, int] = engine.status()["messages_refused"]
+    return found
+
+
+def test_a_pair_with_a_secret_hands_off_and_verifies(
+    start_engines: StartEngines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text(KEY + "\n")
+    path.chmod(0o600)
+    owner, reader = start_engines(
+        EngineConfig("prefill", settings={"verify": "all"}, environ={"KVX_SECRET_FILE": str(path)}),
+        EngineConfig("decode", settings={"verify": "all"}, environ=WITH_SECRET),
+    )
+    for seed in range(3):
+        hand_off(owner, reader, 100, seed)
+    assert refused(owner) == refused(reader) == {}
+    monkeypatch.setenv("KVX_SECRET", KEY)
+    status = request_status("127.0.0.1", owner.port)
+    assert status["handoff"]["released"] == 3
+    assert KEY not in str(status)
+    for wrong in ("another secret altogether", None):
+        monkeypatch.delenv("KVX_SECRET") if wrong is None else monkeypatch.setenv("KVX_SECRET", wrong)
+        with pytest.raises(HandshakeError):
+            request_status("127.0.0.1", owner.port)
+
+
+def test_a_stranger_gets_nothing_and_frees_nothing(
+    start_engines: StartEngines, stranger_at: Callable[[Remote], Stranger]
+) -> None:
+    owner, reader = start_engines(
+        EngineConfig("prefill", settings={"verify": "all"}, environ=WITH_SECRET),
+        EngineConfig("decode", settings={"verify": "all"}, environ=WITH_SECRET),
+    )
+    owner.hold("r", [[1, 2]], 20)
+    stranger, other = stranger_at(owner), RequestSeal(Secret(b"not the secret of it"))
+    for request in requests():
+        assert only_refused(stranger.ask(encode(request)))
+        assert only_refused(stranger.ask(other.seal(request.sequence, encode(request))[0]))
+    for name, data in BAD.items():
+        assert only_refused(stranger.ask(data)), name
+    counted = refused(owner)
+    assert counted["unsigned"] >= 5
+    assert counted["forged"] == 5
+    assert sum(counted.values()) == 10 + len(BAD)
+    stranger.say(b"\0" * (HARD_LIMIT_BYTES + 1))  # ends its own connection
+    assert not any(owner.events(0.2).values())
+    assert owner.status()["handoff"] == {"holds": 1, "released": 0, "expired": 0}
+    assert owner.status()["side_channel"]["internal_errors"] == 0
+    hand_off(owner, reader, 100, 1)
+
+
+def test_replayed_and_stale_messages_are_refused(
+    start_engines: StartEngines, stranger_at: Callable[[Remote], Stranger]
+) -> None:
+    (owner,) = start_engines(EngineConfig("prefill", settings={"auth_window_s": 5.0}, environ=WITH_SECRET))
+    engine, thief = RequestSeal(SECRET), stranger_at(owner)
+    caught, nonce = engine.seal(1, encode(Hello(sequence=1, engine_id="decode")))
+    known = stranger_at(owner)
+    body, echoed = engine.open(msgspec.msgpack.encode(known.ask(caught)))
+    assert decode_reply(body).sequence == 1
+    assert echoed == nonce
+    assert only_refused(thief.ask(caught))
+    old = RequestSeal(SECRET, clock=lambda: time.time() - 6.0)
+    early = RequestSeal(SECRET, clock=lambda: time.time() + 6.0)
+    for seal in (old, early):
+        assert only_refused(thief.ask(seal.seal(1, encode(Status(sequence=1)))[0]))
+    assert refused(owner) == {"replayed": 1, "stale": 2}
+
+
+@pytest.mark.parametrize(
+    ("owners", "readers", "cause"),
+    [
+        (WITH_SECRET, {}, "not authenticated"),
+        (WITH_SECRET, {"KVX_SECRET": "another secret altogether"}, "give both engines the same KVX_SECRET_FILE"),
+        ({}, WITH_SECRET, "give both engines the same KVX_SECRET_FILE"),
+    ],
+)
+def test_a_pull_between_engines_that_share_no_secret_says_so(
+    start_engines: StartEngines, owners: dict[str, str], readers: dict[str, str], cause: str
+) -> None:
+    owner, reader = start_engines(EngineConfig("prefill", environ=owners), EngineConfig("decode", environ=readers))
+    owner.hold("r", [[1]], 16)
+    ticket = a_ticket(owner, "r", secret=Secret(readers.get("KVX_SECRET", "none").encode()))
+    pull(reader, owner, "r", [[1]], 0, 16, ticket)
+    failure = reader.events(5)["failed"]["r"]
+    assert cause in failure
+    assert KEY not in failure
+    assert owner.status()["handoff"]["holds"] == 1
+
+
+def a_ticket(owner: Remote, request_id: str, **changed: Any) -> str:
+    """One that an engine with the secret could have signed."""
+    fields = {"request_id": request_id, "engine_id": "prefill", "instances": ("x",), "host": "127.0.0.1",
+              "port": owner.port, "num_tokens": 16, "expires_s": time.time() + 30}  # fmt: skip
+    return write_ticket(changed.pop("secret", SECRET), Ticket(**{**fields, **changed}))
+
+
+def test_only_the_owners_own_ticket_leads_to_a_hold(start_engines: StartEngines) -> None:
+    owner, reader = start_engines(
+        EngineConfig("prefill", environ=WITH_SECRET), EngineConfig("decode", environ=WITH_SECRET)
+    )
+    owner.fill([[1]], 16, 1)
+    for request in ("r", "s"):
+        owner.hold(request, [[1]], 16)
+    right = owner.ticket("r", 16)
+    before_anything_is_connected = {
+        "has no ticket": "",
+        "is not one that an engine with our secret signed": a_ticket(owner, "r", secret=Secret(b"some other secret")),
+        "is for request s of engine prefill, not for r": owner.ticket("s", 16),
+        "is for request r of engine other": a_ticket(owner, "r", engine_id="other"),
+        "expired": owner.ticket("r", 16, lease_s=-1.0),
+        "leads to 127.0.0.1 port": a_ticket(owner, "r", port=owner.port - 1),
+        "is for 15 tokens, 16 were asked for": owner.ticket("r", 15),
+    }
+    fds = reader.num_fds()
+    for number, (cause, ticket) in enumerate(before_anything_is_connected.items()):
+        ask(reader, owner, f"a{number}", "r", ticket)
+        assert cause in reader.events(5)["failed"][f"a{number}"]
+    assert reader.num_fds() == fds, "something was connected to"
+    by_the_owner = {
+        "of an engine that has restarted": a_ticket(owner, "r"),
+        "has 17 tokens, its hold 16": owner.ticket("r", 17),
+    }
+    for number, (cause, ticket) in enumerate(by_the_owner.items()):
+        ask(reader, owner, f"b{number}", "r", ticket)
+        assert cause in reader.events(5)["failed"][f"b{number}"]
+    assert owner.status()["handoff"] == {"holds": 2, "released": 0, "expired": 0}
+    ask(reader, owner, "c", "r", right)
+    assert reader.events(5)["received"] == {"c"}
+    assert reader.read([[3]], 0, 16) == owner.read([[1]], 0, 16)
+    assert owner.events(5)["released"] == {"r"}
+
+
+def test_the_owner_checks_the_ticket_of_a_claim_itself(
+    start_engines: StartEngines, stranger_at: Callable[[Remote], Stranger]
+) -> None:
+    """An engine that knows the secret, and checks nothing."""
+    (owner,) = start_engines(EngineConfig("prefill", environ=WITH_SECRET))
+    owner.hold("r", [[1]], 16)
+    owner.hold("s", [[2]], 16)
+    engine, seal = stranger_at(owner), RequestSeal(SECRET)
+    tickets = ["", "x", owner.ticket("s", 16), owner.ticket("r", 16, lease_s=-1), a_ticket(owner, "r")]
+    for sequence, ticket in enumerate([*tickets, owner.ticket("r", 16)], start=1):
+        claim = Claim(sequence=sequence, request_id="r", reader="me", wait_s=1.0, ticket=ticket)
+        body, _ = seal.open(msgspec.msgpack.encode(engine.ask(seal.seal(sequence, encode(claim))[0])))
+        reply = decode_reply(body)
+        assert isinstance(reply, Claimed if sequence > len(tickets) else Refused), ticket
+    assert isinstance(reply, Claimed)
+    assert reply.blocks == [[1]]
+
+
+def test_a_hand_off_to_a_host_that_is_not_allowed_connects_to_nothing(start_engines: StartEngines) -> None:
+    owner, reader = start_engines(
+        EngineConfig("prefill"), EngineConfig("decode", settings={"allowed_hosts": ("127.0.0.2", "10.0.0.0/8")})
+    )
+    owner.hold("r", [[1]], 16)
+    fds = reader.num_fds()
+    for name, host in (("a", "127.0.0.1"), ("b", "::ffff:127.0.0.1"), ("c", "localhost"), ("d", "0.0.0.0")):
+        reader.pull(
+            request_id=name, remote_request_id="r", remote_engine_id="prefill", host=host, port=owner.port,
+            blocks=[[3]], first_token=0, num_tokens=16,
+        )  # fmt: skip
+        failure = reader.events(5)["failed"][name]
+        assert f"host {host!r} (" in failure
+        assert "is not among allowed_hosts; nothing was connected to" in failure
+    assert reader.num_fds() == fds
+    assert owner.status()["handoff"]["holds"] == 1
+    assert owner.status()["side_channel"]["refused"] == 0
+
+
+def test_off_loopback_an_engine_starts_only_when_told_who_may_come(start_engines: StartEngines) -> None:
+    everywhere = {"side_channel_host": "0.0.0.0"}
+    with pytest.raises(RuntimeError, match="ConnectorError: connector nixl opens ports of UCX's choice"):
+        start_engines(EngineConfig("prefill", settings={**everywhere, "allowed_hosts": ("127.0.0.1",)}))
+    with pytest.raises(RuntimeError, match="is not loopback, and kv_transfer_params"):
+        start_engines(EngineConfig("prefill", connectors=("ipc",), settings=everywhere))
+    told = {**everywhere, "allowed_hosts": ("127.0.0.1",), "allow_unauthenticated_data_plane": True}
+    owner, reader = start_engines(EngineConfig("prefill", settings=told), EngineConfig("decode"))
+    hand_off(owner, reader, 100, 1)
+
+
+def test_on_loopback_nixl_listens_nowhere_else(start_engines: StartEngines) -> None:
+    (owner,) = start_engines(EngineConfig("prefill", environ={"UCX_TLS": "tcp,self"}))
+    assert owner.process.pid is not None
+    addresses = listening_addresses(owner.process.pid)
+    assert len(addresses) > 1, "UCX listens, too"
+    assert {address.split(":")[0] for address in addresses} == {"0100007F"}
+
+
+def curve_folder(parent: Path, name: str) -> dict[str, str]:
+    """A deployment's key pair, and the environment of an engine that has it."""
+    folder = parent / name
+    folder.mkdir()
+    zmq.auth.create_certificates(folder, "kvx")
+    (folder / "kvx.key_secret").chmod(0o600)
+    return {**WITH_SECRET, "KVX_CURVE_DIR": str(folder)}
+
+
+def test_with_curve_keys_the_side_channel_is_encrypted(
+    start_engines: StartEngines,
+    stranger_at: Callable[[Remote], Stranger],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, others = curve_folder(tmp_path, "ours"), curve_folder(tmp_path, "others")
+    owner, reader, other, plain = start_engines(
+        EngineConfig("prefill", environ=ours), EngineConfig("decode", environ=ours),
+        EngineConfig("other", environ=others), EngineConfig("plain", environ=WITH_SECRET),
+    )  # fmt: skip
+    hand_off(owner, reader, 100, 1)
+    owner.hold("r", [[1]], 16)
+    for engine in (other, plain):
+        ask(engine, owner, "r", "r", owner.ticket("r", 16))
+        failure = engine.events(12)["failed"]["r"]
+        assert "has other CURVE keys, or none" in failure or "closed its side channel" in failure
+    stranger = stranger_at(owner)
+    stranger.say(RequestSeal(SECRET).seal(1, encode(Status(sequence=1)))[0])
+    assert not stranger.hears_something(0.3)
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    assert request_status("127.0.0.1", owner.port)["handoff"]["holds"] == 1
+
+
+def ask(reader: Remote, owner: Remote, name: str, request_id: str, ticket: str) -> None:
+    reader.pull(
+        request_id=name, remote_request_id=request_id, remote_engine_id="prefill", host="127.0.0.1", port=owner.port,
+        blocks=[[3]], first_token=0, num_tokens=16, ticket=ticket,
+    )  # fmt: skip
+
+
+def test_a_secret_that_others_may_read_is_one_clear_sentence(start_engines: StartEngines, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text(KEY)
+    path.chmod(0o644)
+    with pytest.raises(RuntimeError, match=r"KVX_SECRET_FILE .* has mode 0644; give a regular file") as raised:
+        start_engines(EngineConfig("prefill", environ={"KVX_SECRET_FILE": str(path)}))
+    assert KEY not in str(raised.value)

@@ -1,0 +1,98 @@
+"""The bridge's half of the door: what may be configured where, and what travels over HTTP."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvx.errors import ConnectorError
+from kvx.secret import Secret
+from kvx.ticket import read_ticket
+from kvx.vllm import settings
+from kvx.vllm.bridge_scheduler import BridgeScheduler, RemotePrefill
+
+KEY = "a secret for tests, and for nothing else"
+
+
+def vllm_config(**extra: Any) -> Any:
+    transfer = SimpleNamespace(kv_connector="KvxConnector", engine_id="prefill", kv_connector_extra_config=extra)
+    parallel = SimpleNamespace(world_size=1, data_parallel_size=1, data_parallel_index=0, tensor_parallel_size=1)
+    return SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
+
+
+@pytest.mark.parametrize("name", ["secret", "secret_file", "KVX_SECRET", "kvx_secret_file"])
+def test_a_secret_among_the_options_is_refused_by_name_and_not_shown(name: str) -> None:
+    with pytest.raises(ConnectorError, match=f"has {name}, and vLLM logs all of it") as raised:
+        settings.from_vllm(vllm_config(**{name: KEY}))
+    assert KEY not in str(raised.value)
+
+
+def prefilled(monkeypatch: pytest.MonkeyPatch, secret: str | None = KEY) -> dict[str, Any]:
+    """The kv_transfer_params of a finished prefill."""
+    monkeypatch.delenv("KVX_SECRET", raising=False)
+    if secret is not None:
+        monkeypatch.setenv("KVX_SECRET", secret)
+    scheduler = BridgeScheduler(
+        vllm_config(side_channel_host="127.0.0.1", side_channel_port=5600, lease_s=20.0), CacheConfig()
+    )
+    scheduler.listens_at(5600, ["first", "second"])
+    request = SimpleNamespace(
+        request_id="r", kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=32,
+        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"), num_prompt_tokens=32,
+    )  # fmt: skip
+    is_kept, params = scheduler.finished(request, [[1, 2]])
+    assert is_kept
+    assert params is not None
+    return params
+
+
+class CacheConfig:
+    transfer_groups = ()
+
+    def select_transfer_block_ids(self, blocks: list[list[int]]) -> list[list[int]]:
+        return blocks
+
+
+def test_prefill_signs_a_ticket_beside_vllms_own_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = prefilled(monkeypatch, secret=None)
+    params = prefilled(monkeypatch)
+    assert {name: value for name, value in params.items() if name != "kvx_ticket"} == plain
+    before = time.time()
+    ticket = read_ticket(Secret(KEY.encode()), params["kvx_ticket"], request_id="r", engine_id="prefill")
+    assert (ticket.instances, ticket.host, ticket.port, ticket.num_tokens) == (
+        ("first", "second"),
+        "127.0.0.1",
+        5600,
+        32,
+    )
+    assert 15 < ticket.expires_s - before <= 20
+    assert KEY not in json.dumps(params)
+
+
+@pytest.mark.parametrize(
+    ("sent", "taken"), [("text", "text"), (None, ""), (5, ""), (["text"], ""), ("x" * 10_000, ""), ({}, "")]
+)
+def test_decode_takes_a_ticket_that_is_a_text_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, sent: object, taken: str
+) -> None:
+    params = prefilled(monkeypatch, secret=None)
+    found = RemotePrefill.from_params(params | {"kvx_ticket": sent})
+    assert found is not None
+    assert found.ticket == taken
+    scheduler = BridgeScheduler(vllm_config(), CacheConfig())
+    request = SimpleNamespace(
+        request_id="d", kv_transfer_params=params | {"kvx_ticket": sent}, num_computed_tokens=0, num_prompt_tokens=32
+    )
+    scheduler.blocks_allocated(request, [[5, 6]], 31)
+    (work,) = scheduler._work.pulls
+    assert work.ticket == taken
+
+
+def test_allowed_hosts_come_as_a_list_of_json() -> None:
+    assert settings.from_vllm(vllm_config(allowed_hosts=["10.0.0.0/8"])).allowed_hosts == ("10.0.0.0/8",)
+    with pytest.raises(ConnectorError, match="allowed_hosts has '10/8'"):
+        settings.from_vllm(vllm_config(allowed_hosts=["10/8"]))
