@@ -166,6 +166,7 @@ class HandoffWorker:
         """What a reader needs to pull a hold of this engine's one rank; empty without a secret."""
         if self._side.secret is None:
             return ""
+        longest_s = max(self._settings.lease_s, self._settings.max_hold_s)  # renewals count
         ticket = Ticket(
             request_id=request_id,
             engine_id=self._side.info.engine_id,
@@ -173,7 +174,7 @@ class HandoffWorker:
             host=self._settings.side_channel_host,
             port=self.port,
             num_tokens=num_tokens,
-            expires_s=time.time() + max(lease_s or self._settings.lease_s, self._settings.max_hold_s),
+            expires_s=time.time() + (longest_s if lease_s is None else lease_s),
         )
         return write_ticket(self._side.secret, ticket)
 
