@@ -69,7 +69,7 @@ def test_prefill_signs_a_ticket_beside_vllms_own_fields(monkeypatch: pytest.Monk
         5600,
         32,
     )
-    assert 15 < ticket.expires_s - before <= 20
+    assert 295 < ticket.expires_s - before <= 300, "as long as a hold can be renewed: max_hold_s"
     assert KEY not in json.dumps(params)
 
 
