@@ -5,16 +5,20 @@ The parent drives it by calling methods of `Engine` over a pipe; `Remote` is its
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import forkserver, set_forkserver_preload
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 @dataclass(frozen=True)
@@ -358,10 +362,10 @@ def make_geometry(config: EngineConfig) -> Any:
     )
 
 
-def _serve(config: EngineConfig, pipe: Any) -> None:
+def _serve(config: EngineConfig, make: Callable[[Any], Engine], pipe: Any) -> None:
     os.environ.update(config.environ)
     try:
-        engine = Engine(config)
+        engine = make(config)
         pipe.send((True, engine.port()))
         while True:
             name, args, kwargs = pipe.recv()
@@ -380,11 +384,11 @@ def _serve(config: EngineConfig, pipe: Any) -> None:
 class Remote:
     """The parent's handle of an engine process: `remote.call.method(...)`."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, make: Callable[[Any], Engine] = Engine) -> None:
         context = multiprocessing.get_context("forkserver")
         self.config = config
         self._pipe, child = context.Pipe()
-        self.process = context.Process(target=_serve, args=(config, child), daemon=True)
+        self.process = context.Process(target=_serve, args=(config, make, child), daemon=True)
         self.process.start()
         child.close()
         self.port = 0
@@ -395,10 +399,14 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._pipe.send((name, args, kwargs))
-            return self._result(60)
+            return self.begin(name, *args, **kwargs)()
 
         return call
+
+    def begin(self, name: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        """Call a method; its result is what the function that is returned waits for."""
+        self._pipe.send((name, args, kwargs))
+        return lambda: self._result(60)
 
     def _result(self, timeout_s: float) -> Any:
         if not self._pipe.poll(timeout_s):
@@ -427,3 +435,14 @@ class Remote:
 
 
 StartEngines = Callable[..., list[Remote]]
+
+
+@contextlib.contextmanager
+def running_fork_server() -> Iterator[None]:
+    """Engine processes are forks of a process that has torch and NIXL imported: they start within a second."""
+    # Python 3.11's fork server imports its preload modules without our sys.path.
+    path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
+    with mock.patch.dict(os.environ, PYTHONPATH=path, UCX_TLS="tcp,self,cma", NIXL_LOG_LEVEL="WARN"):
+        set_forkserver_preload(["preload"])
+        forkserver.ensure_running()
+        yield

@@ -1,0 +1,323 @@
+"""An engine whose requests have answers: blocks from an allocator, KV that is a function of the request, a policy.
+
+A request's KV is what its seed says, and its answer the digest of the KV that its blocks have in the end. So an answer
+is right only where every byte came from the right place, or was computed here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine_process import Engine, EngineConfig
+
+PIECE_BYTES = 16 << 10
+"""A hand-off of 8 blocks is read in six pieces: whatever happens after the first one meets the others."""
+_CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class FaultConfig(EngineConfig):
+    """`network`: the network namespace to live in. `offloads`: with a pool of blocks in host memory."""
+
+    network: str | None = None
+    offloads: bool = False
+
+
+@dataclass
+class Work:
+    """One request of this engine. `peer`: where its KV comes from."""
+
+    blocks: list[int]
+    num_tokens: int
+    seed: int
+    started: float = field(default_factory=time.monotonic)
+    is_aborted: bool = False
+
+
+class Gate:
+    """Keeps one transfer's end to itself, until it is opened or the transfer is given up: the request stays in MOVE."""
+
+    def __init__(self, connector: Any) -> None:
+        self._poll, self._submit, self._cancel = connector.poll, connector.submit, connector.cancel
+        connector.poll, connector.submit, connector.cancel = self.poll, self.submit, self.cancel
+        self.is_armed, self.held, self._kept = False, None, []
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        transfer = self._submit(*args, **kwargs)
+        if self.is_armed:
+            self.is_armed, self.held = False, transfer
+        return transfer
+
+    def cancel(self, transfer: Any) -> None:
+        if transfer is self.held:
+            self.open()
+        self._cancel(transfer)
+
+    def open(self) -> None:
+        self.held = None
+
+    def poll(self) -> Any:
+        from kvx.connector import Events
+
+        events = self._poll()
+        finished = [*self._kept, *events.finished]
+        self._kept = [transfer for transfer in finished if transfer is self.held]
+        return Events(tuple(one for one in finished if one is not self.held), events.notifications)
+
+
+class FaultEngine(Engine):
+    """Runs in the child, as `Engine` does."""
+
+    def __init__(self, config: FaultConfig) -> None:
+        if config.network is not None:
+            _enter(config.network)
+        import kvx.pulls
+
+        kvx.pulls.MOVE_BYTES = PIECE_BYTES
+        super().__init__(config)
+        self.policy = self.worker._settings.failure_policy
+        self.free, self.total = list(range(config.num_blocks)), config.num_blocks
+        self.held: dict[str, list[int]] = {}
+        self.running: dict[str, Work] = {}
+        self.ended: dict[str, dict[str, Any]] = {}
+        self.gate = Gate(self.connector)
+        if config.offloads:
+            self._open_offload()
+
+    # Requests
+
+    def compute(self, num_tokens: int, seed: int) -> str:
+        """The answer of a request that nobody helps with."""
+        work = self._work(num_tokens, seed)
+        self.fill([work.blocks], num_tokens, seed)
+        return self._answer(work)
+
+    def prefill(self, name: str, num_tokens: int, seed: int, lease_s: float | None = None) -> None:
+        work = self._work(num_tokens, seed)
+        self.fill([work.blocks], num_tokens, seed)
+        self.held[name] = work.blocks
+        self.hold(name, [work.blocks], num_tokens, lease_s)
+
+    def resume(self, name: str, place: tuple[str, str, int], num_tokens: int, seed: int, gated: bool = False) -> None:
+        """Fetch a request's KV from the engine (id, host, port); `outcome` says what became of it."""
+        work = self.running[name] = self._work(num_tokens, seed)
+        self.gate.is_armed = gated
+        engine_id, host, port = place
+        self.pull(
+            request_id=name, remote_request_id=name, remote_engine_id=engine_id, host=host, port=port,
+            blocks=[work.blocks], first_token=0, num_tokens=num_tokens,
+        )  # fmt: skip
+
+    def abort(self, name: str) -> None:
+        self.running[name].is_aborted = True
+        self.cancel(name)
+
+    def outcome(self, name: str, timeout_s: float) -> dict[str, Any] | None:
+        deadline = time.monotonic() + timeout_s
+        while name not in self.ended and time.monotonic() < deadline:
+            self.worker.wait(0.02 if self.config.offloads else deadline - time.monotonic())
+            self.step()
+        return self.ended.pop(name, None)
+
+    def step(self) -> None:
+        """What an engine does between two steps of its model."""
+        events = self.worker.poll()
+        for name in events.released | events.expired:
+            self.free += self.held.pop(name)
+        for name in events.received:
+            self._end(name, None)
+        for name, failure in events.failed.items():
+            self._end(name, failure)
+
+    def num_used(self) -> int:
+        self.step()
+        assert len(set(self.free)) == len(self.free), "a block was freed twice"
+        return self.total - len(self.free)
+
+    def phase(self, name: str) -> str:
+        """Where in the hand-off a request is."""
+        pull = self.worker._puller._pulls.get(name)
+        return "" if pull is None else pull.phase.name.lower()
+
+    def is_gated(self) -> bool:
+        return self.gate.held is not None
+
+    def open_gate(self) -> None:
+        self.gate.open()
+
+    def _work(self, num_tokens: int, seed: int) -> Work:
+        """Blocks whose content is nobody's."""
+        count = -(-num_tokens // self.config.block_size_tokens)
+        blocks, self.free = self.free[:count], self.free[count:]
+        assert len(blocks) == count, "no blocks left: some were lost"
+        self.fill([blocks], num_tokens, 999_999)
+        return Work(blocks, num_tokens, seed)
+
+    def _end(self, name: str, failure: Any) -> None:
+        """The failure policy: compute what did not come, or end the request with the cause."""
+        work = self.running.pop(name)
+        ended = {"answer": None, "error": "", "cause": "", "took_s": time.monotonic() - work.started}
+        if failure is not None:
+            ended |= {"error": str(failure), "cause": failure.cause}
+        if failure is not None and (work.is_aborted or self.policy == "fail"):
+            self.free += work.blocks
+        else:
+            if failure is not None:
+                self.fill([work.blocks], work.num_tokens, work.seed)
+            ended["answer"] = self._answer(work)
+        self.ended[name] = ended
+
+    def _answer(self, work: Work) -> str:
+        [content] = self.read([work.blocks], 0, work.num_tokens)
+        self.free += work.blocks
+        return hashlib.sha256(content).hexdigest()
+
+    # Changes of the cache
+
+    def grow(self) -> None:
+        self._grow(self.total + 4)
+
+    def grow_where_memory_ends(self) -> str:
+        """The host fills up after the extend has begun: the error that it raises."""
+        from kvx.drivers.base import MemoryInfo
+        from kvx.errors import OutOfDeviceMemory
+
+        driver = self.cache._driver
+        asked, room = iter([1 << 40]), driver._memory_info
+        driver._memory_info = lambda: MemoryInfo(next(asked, 0), 1 << 40)
+        try:
+            self._grow(self.total + 4)
+        except OutOfDeviceMemory as error:
+            return str(error)
+        finally:
+            driver._memory_info = room
+        return ""
+
+    def nap(self) -> None:
+        self.cache.sleep()
+        self.cache.wake()
+
+    def _grow(self, num_blocks: int) -> None:
+        self.extend(num_blocks)
+        self.free += range(self.total, num_blocks)
+        self.total = num_blocks
+
+    # What the process holds
+
+    def footprint(self) -> dict[str, int]:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return {
+            "file descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "mappings": len(maps),
+            "shared memory mappings": sum("/dev/shm" in line or "/memfd:" in line or "/SYSV" in line for line in maps),
+        }
+
+    # Offload
+
+    def _open_offload(self) -> None:
+        from kvx_connectors.cpu_offload import CpuOffloadConnector
+
+        from kvx.drivers.base import MemoryInfo
+        from kvx.drivers.host import HostDriver
+        from kvx.drivers.host_memory import read_host_memory
+        from kvx.offload import HostPool
+        from kvx.offload_worker import OffloadWorker
+
+        self.is_host_full = False
+        driver = HostDriver(1 << 16, lambda: MemoryInfo(0, 1) if self.is_host_full else read_host_memory())
+        self.host = CpuOffloadConnector(4 << 20, driver)
+        self.gate = Gate(self.host)
+        self.cache.attach(self.host)
+        self.pool, self.pool_generation, self.copies = HostPool(), 0, 0
+        self.offload = OffloadWorker(
+            self.host, self.cache.table.segments, self.groups, self.views,
+            tokens_per_block=self.config.block_size_tokens, verifies=True, deadline_s=3.0,
+        )  # fmt: skip
+        self.loads: dict[str, Any] = {}
+        self.stores: dict[str, Any] = {}
+
+    def offer(self) -> int:
+        """The pool has what host memory has; after a change of it, nothing of what was there."""
+        self.host.wait_ready(10)
+        if self.pool_generation != self.offload.generation:
+            self.pool.reset()
+            self.pool_generation = self.offload.generation
+        self.pool.offer(self.offload.ready_blocks)
+        return self.pool.num_blocks
+
+    def run_offloaded(self, name: str, num_tokens: int, seed: int, gated: bool = False) -> int:
+        """Load what host memory has of the request, else compute it and store it: how many blocks are loaded."""
+        from kvx.offload_worker import BlockCopy
+
+        self.offer()
+        work = self._work(num_tokens, seed)
+        keys = [(seed, index) for index in range(len(work.blocks))]
+        if self.pool.lookup(keys) == len(keys):
+            self.running[name], self.gate.is_armed = work, gated
+            self.loads[name] = ticket = self.pool.load(keys)
+            blocks = tuple((block,) for block in work.blocks)
+            self.offload.load(BlockCopy(name, self.pool_generation, ticket.host_blocks, blocks))
+            return len(keys)
+        self.fill([work.blocks], num_tokens, seed)
+        ticket = self.pool.store(keys)
+        self.running[name] = work
+        if ticket is None:  # no room: the request does not need any
+            self._end(name, None)
+        else:
+            self.stores[name] = ticket
+            blocks = tuple((work.blocks[index],) for _, index in ticket.keys)
+            self.offload.store(BlockCopy(name, self.pool_generation, ticket.host_blocks, blocks))
+        return 0
+
+    def offload_outcome(self, name: str, timeout_s: float) -> dict[str, Any] | None:
+        from kvx.engine_side import Failure
+
+        deadline = time.monotonic() + timeout_s
+        while name not in self.ended and time.monotonic() < deadline:
+            events = self.offload.poll()
+            for one in events.stored | events.unstored:
+                self.pool.finish(self.stores.pop(one), ok=one in events.stored)
+                self._end(one, None)
+            for one in events.loaded | events.unloaded.keys():
+                ticket = self.loads.pop(one)
+                is_lost = self.pool_generation != self.offload.generation
+                text = events.unloaded.get(one, "the cache changed under the load" if is_lost else "")
+                self.pool.finish(ticket, ok=not text)
+                failure = Failure("transfer_failed", "host memory", text) if text else None
+                if self.running[one].is_aborted:
+                    failure = Failure("cancelled", "host memory", "aborted by the engine")
+                self._end(one, failure)
+            time.sleep(0.001)
+        self.pool.check_integrity()
+        return self.ended.pop(name, None)
+
+    def abort_offloaded(self, name: str) -> None:
+        """Its blocks are freed when the load has ended."""
+        self.running[name].is_aborted = True
+
+    def fill_host(self, is_full: bool) -> None:
+        """From its next opening on, host memory gives nothing, or gives again."""
+        self.is_host_full = is_full
+        self.nap()
+
+    def pool_used(self) -> tuple[int, int]:
+        return self.pool.num_in_use, len(self.stores) + len(self.loads)
+
+
+def _enter(network: str) -> None:
+    """Python has this from 3.12 on."""
+    with open(f"/run/netns/{network}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {network}")
+
+
+def places(engines: Sequence[Any]) -> list[tuple[str, str, int]]:
+    return [(one.config.engine_id, one.config.settings["side_channel_host"], one.port) for one in engines]

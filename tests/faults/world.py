@@ -1,0 +1,218 @@
+"""Three engine processes: a peer that trouble comes to, one that is well, and the reader of both."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from engine_process import Remote
+from fault_engine import FaultConfig, FaultEngine
+
+DEADLINE_S, LEASE_S, GRACE_S = 3.0, 6.0, 0.5
+# A library's drain, and what a busy machine with two cores adds.
+DRAIN_S = 3.0
+TOKENS = 128
+OFFLOAD_BLOCKS = TOKENS // 16
+PEER_ADDRESS, READER_ADDRESS = "10.231.77.1", "10.231.77.2"
+SLACK = {"file descriptors": 0, "threads": 0, "shared memory mappings": 0, "mappings": 16}
+"""How much more than before a process may hold after a fault; glibc's and the libraries' arenas come and go."""
+
+
+class Network:
+    """Two network namespaces joined by a pair of interfaces: the peer's, and that of the others."""
+
+    def __init__(self) -> None:
+        self.names = [f"kvx-{os.getpid()}-{side}" for side in ("peer", "reader")]
+
+    def open(self) -> None:
+        peer, reader = self.names
+        for name in self.names:
+            _ip("netns", "add", name)
+        _ip("-n", peer, "link", "add", "kvx0", "type", "veth", "peer", "name", "kvx0", "netns", reader)
+        for name, address in ((peer, PEER_ADDRESS), (reader, READER_ADDRESS)):
+            _ip("-n", name, "address", "add", f"{address}/30", "dev", "kvx0")
+            for interface in ("lo", "kvx0"):
+                _ip("-n", name, "link", "set", interface, "up")
+
+    def cut(self) -> None:
+        _ip("-n", self.names[0], "link", "set", "kvx0", "down")
+
+    def mend(self) -> None:
+        _ip("-n", self.names[0], "link", "set", "kvx0", "up")
+
+    def close(self) -> None:
+        for name in self.names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "delete", name)
+
+
+class World:
+    """`sound` is cleared by a test that fails in it: the next one gets another."""
+
+    def __init__(self, connector: str, policy: str, network: Network | None) -> None:
+        self.connector, self.policy, self.network = connector, policy, network
+        self.offloads = connector == "cpu_offload"
+        self.sound, self._numbers, self._started = True, itertools.count(1), list[Remote]()
+
+    def open(self) -> None:
+        if self.network is not None:
+            self.network.open()
+        self.peer, self.well, self.reader = (self._start(name) for name in ("peer", "well", "reader"))
+        for engine in (self.peer, self.well, self.reader):
+            engine.ready()
+        for _ in range(3):
+            self.hand_off(self.peer, self.well)
+
+    def close(self) -> None:
+        for engine in self._started:
+            if engine.process.is_alive():
+                engine.signal(signal.SIGCONT)
+                engine.stop()
+        if self.network is not None:
+            self.network.close()
+
+    def restart_peer(self, *, same_port: bool) -> None:
+        """The same name and agent, at the address of before or at another one."""
+        port = self.peer.port if same_port else 0
+        self.peer.stop()
+        self.peer = self._start("peer", port).ready()
+
+    # Requests
+
+    def new(self) -> tuple[str, int]:
+        """A request's name and seed, and so its content, that no other one has."""
+        number = next(self._numbers)
+        return f"r{number}", 10 * number
+
+    @functools.cache  # noqa: B019  a world lives as long as its tests
+    def answer(self, seed: int) -> str:
+        """The right one, of an engine that nothing happens to."""
+        answer: str = self.well.compute(TOKENS, seed)
+        return answer
+
+    def resume(self, owner: Remote, name: str, seed: int, *, gated: bool = False) -> None:
+        host, port = owner.config.settings["side_channel_host"], owner.port
+        self.reader.resume(name, (owner.config.engine_id, host, port), TOKENS, seed, gated)
+
+    def begin(self, owner: Remote, *, gated: bool = False, lease_s: float | None = None) -> tuple[str, int]:
+        name, seed = self.new()
+        owner.prefill(name, TOKENS, seed, lease_s)
+        self.resume(owner, name, seed, gated=gated)
+        return name, seed
+
+    def begin_gated(self, owner: Remote, lease_s: float | None = None) -> tuple[str, int]:
+        """A request whose first piece has been read, and which stays there."""
+        name, seed = self.begin(owner, gated=True, lease_s=lease_s)
+        until(self.reader.is_gated)
+        return name, seed
+
+    def phase(self, name: str, phase: str) -> None:
+        until(lambda: self.reader.phase(name) == phase)
+
+    def hand_off(self, *owners: Remote) -> None:
+        """One request of each engine, at once: all of them right, and by transfer."""
+        requests = [self.begin(owner) for owner in owners]
+        for name, seed in requests:
+            ended = self.reader.outcome(name, DEADLINE_S + DRAIN_S)
+            assert ended is not None, f"{name} has no end"
+            assert (ended["error"], ended["answer"]) == ("", self.answer(seed))
+
+    def recover(self) -> None:
+        """The peer is read again by itself; what was lost on the way is sent again within seconds."""
+        deadline = time.monotonic() + 20
+        while True:
+            name, seed = self.begin(self.peer)
+            ended = self.reader.outcome(name, DEADLINE_S + DRAIN_S)
+            assert ended is not None
+            if not ended["error"]:
+                assert ended["answer"] == self.answer(seed)
+                return
+            assert time.monotonic() < deadline, ended
+
+    # What must hold afterwards
+
+    def engines(self) -> list[Remote]:
+        return [self.peer, self.well, self.reader]
+
+    def require_blocks_back(self) -> None:
+        until(lambda: not any(engine.num_used() for engine in self.engines()), DEADLINE_S + LEASE_S + GRACE_S + DRAIN_S)
+
+    def footprints(self) -> dict[int, dict[str, int]]:
+        return {engine.process.pid: engine.footprint() for engine in self.engines()}
+
+    def require_nothing_leaked(self, before: dict[int, dict[str, int]]) -> None:
+        """Of the processes that lived through it. Libraries let go on threads of their own."""
+        growth: dict[tuple[int, str], int] = {}
+
+        def is_clean() -> bool:
+            growth.clear()
+            for pid, now in self.footprints().items():
+                for what, most in SLACK.items():
+                    if now[what] - before.get(pid, now)[what] > most:
+                        growth[pid, what] = now[what] - before[pid][what]
+            return not growth
+
+        until(is_clean, 8.0, lambda: f"left behind: {growth}")
+
+    def require_no_internal_errors(self) -> None:
+        for engine in self.engines():
+            assert engine.status()["side_channel"]["internal_errors"] == 0
+            assert engine.status()["digests"]["mismatched"] == 0
+
+    def _start(self, name: str, port: int = 0) -> Remote:
+        host, network, environ = "127.0.0.1", None, {}
+        if self.network is not None:
+            is_peer = name == "peer"
+            host, network = (PEER_ADDRESS if is_peer else READER_ADDRESS), self.network.names[0 if is_peer else 1]
+            environ = {"UCX_TLS": "tcp,self", "KVX_MOONCAKE_HOST": host}
+        settings = {
+            "transfer_deadline_s": DEADLINE_S, "lease_s": LEASE_S, "grace_s": GRACE_S, "max_hold_s": 1.5,
+            "verify": "all", "failure_policy": self.policy, "side_channel_host": host, "side_channel_port": port,
+        }  # fmt: skip
+        connector = "nixl" if self.offloads else self.connector
+        config = FaultConfig(
+            name, agent_name=f"{name} of the faults", connectors=(connector,), settings=settings, environ=environ,
+            num_blocks=64, capacity_blocks=512, network=network, offloads=self.offloads,
+        )  # fmt: skip
+        self._started.append(Remote(config, FaultEngine))
+        return self._started[-1]
+
+
+@contextlib.contextmanager
+def left_in_shared_memory() -> Iterator[None]:
+    """Nothing new is in /dev/shm afterwards that no living process has open."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    until(lambda: not _orphans(before), 5.0, lambda: f"left in /dev/shm: {_orphans(before)}")
+
+
+def until(holds: Callable[[], Any], timeout_s: float = 5.0, why: Callable[[], str] = lambda: "") -> None:
+    """States that another process comes to by itself."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, why() or "it did not come in time"
+        time.sleep(0.01)
+
+
+def _orphans(before: set[str]) -> set[str]:
+    new = {f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - before}
+    if not new:
+        return set()
+    used = set()
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{process}/maps") as maps:
+                used |= {line.split()[-1] for line in maps}
+            used |= {os.readlink(entry.path) for entry in os.scandir(f"/proc/{process}/fd")}
+    return new - used
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
