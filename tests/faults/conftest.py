@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "transfer"))
 
 from engine_process import running_fork_server
 from table import ALL, Cell
-from world import Network, World, left_in_shared_memory
+from world import Network, World
 
 _OUTCOMES = pytest.StashKey[dict[str, str]]()
 
@@ -78,7 +78,7 @@ class Worlds:
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    with running_fork_server(), left_in_shared_memory():
+    with running_fork_server():
         kept = Worlds()
         yield kept
         kept.close()

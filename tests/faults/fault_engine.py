@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,18 @@ from engine_process import Engine, EngineConfig
 
 PIECE_BYTES = 16 << 10
 """A hand-off of 8 blocks is read in six pieces: whatever happens after the first one meets the others."""
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 
 @dataclass(frozen=True)
 class FaultConfig(EngineConfig):
-    """`network`: the network namespace to live in. `offloads`: with a pool of blocks in host memory."""
+    """`shared_memory`: the folder to see as /dev/shm; `network`: the network namespace to live in.
 
+    `offloads`: with a pool of blocks in host memory.
+    """
+
+    shared_memory: str = "/dev/shm"
     network: str | None = None
     offloads: bool = False
 
@@ -76,10 +80,14 @@ class FaultEngine(Engine):
     """Runs in the child, as `Engine` does."""
 
     def __init__(self, config: FaultConfig) -> None:
+        _see_as_shared_memory(config.shared_memory)
         if config.network is not None:
             _enter(config.network)
+        import torch
+
         import kvx.pulls
 
+        torch.set_num_threads(1)  # its pool of threads comes at some large copy, and stays
         kvx.pulls.MOVE_BYTES = PIECE_BYTES
         super().__init__(config)
         self.policy = self.worker._settings.failure_policy
@@ -233,10 +241,10 @@ class FaultEngine(Engine):
 
         self.is_host_full = False
         driver = HostDriver(1 << 16, lambda: MemoryInfo(0, 1) if self.is_host_full else read_host_memory())
-        self.host = CpuOffloadConnector(4 << 20, driver)
+        self.host = CpuOffloadConnector(1 << 16, driver)
         self.gate = Gate(self.host)
         self.cache.attach(self.host)
-        self.pool, self.pool_generation, self.copies = HostPool(), 0, 0
+        self.pool, self.pool_generation = HostPool(), 0
         self.offload = OffloadWorker(
             self.host, self.cache.table.segments, self.groups, self.views,
             tokens_per_block=self.config.block_size_tokens, verifies=True, deadline_s=3.0,
@@ -288,7 +296,7 @@ class FaultEngine(Engine):
                 self._end(one, None)
             for one in events.loaded | events.unloaded.keys():
                 ticket = self.loads.pop(one)
-                is_lost = self.pool_generation != self.offload.generation
+                is_lost = self.pool_generation != self.offload.generation or not self.pool.is_current(ticket)
                 text = events.unloaded.get(one, "the cache changed under the load" if is_lost else "")
                 self.pool.finish(ticket, ok=not text)
                 failure = Failure("transfer_failed", "host memory", text) if text else None
@@ -308,16 +316,24 @@ class FaultEngine(Engine):
         self.is_host_full = is_full
         self.nap()
 
-    def pool_used(self) -> tuple[int, int]:
-        return self.pool.num_in_use, len(self.stores) + len(self.loads)
+    def pool_counts(self) -> dict[str, int]:
+        return {**self.pool.counters.as_status(), "in_use": self.pool.num_in_use, "blocks": self.pool.num_blocks}
+
+
+def _see_as_shared_memory(folder: str) -> None:
+    """From here on this process's /dev/shm is that folder: whoever ends it can see what it left there."""
+    _call("unshare", _CLONE_NEWNS)
+    _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+    _call("mount", folder.encode(), b"/dev/shm", None, _MS_BIND, None)
 
 
 def _enter(network: str) -> None:
-    """Python has this from 3.12 on."""
     with open(f"/run/netns/{network}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns {network}")
+        _call("setns", file.fileno(), _CLONE_NEWNET)
+    _call("mount", b"kvx", b"/sys", b"sysfs", 0, None)  # libraries look there for the interfaces that they may use
 
 
-def places(engines: Sequence[Any]) -> list[tuple[str, str, int]]:
-    return [(one.config.engine_id, one.config.settings["side_channel_host"], one.port) for one in engines]
+def _call(name: str, *arguments: Any) -> None:
+    """A call of libc's that Python has from 3.12 on, or has not."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        raise OSError(ctypes.get_errno(), f"{name}{arguments}: {os.strerror(ctypes.get_errno())}; are we root?")

@@ -162,13 +162,19 @@ def change_under_load(name: str) -> Callable[[World, Request], None]:
     return change
 
 
-def fill_offload_host(world: World, request: Request) -> None:
-    world.reader.fill_host(True)
+def fill_pool(world: World, request: Request) -> None:
+    """The blocks being loaded leave room for a part of another request's, which computes."""
+    compute_offloaded(world)
+    counts = world.reader.pool_counts()
+    assert OFFLOAD_BLOCKS < counts["blocks"] < 2 * OFFLOAD_BLOCKS
+    assert counts["refused"] == 2 * OFFLOAD_BLOCKS - counts["blocks"]
     open_gate(world)
+
+
+def compute_offloaded(world: World) -> None:
     name, seed = world.new()
     assert world.reader.run_offloaded(name, TOKENS, seed) == 0
-    assert world.reader.offload_outcome(name, 5)["answer"] == world.answer(seed), "it computes, and stores nothing"
-    assert world.reader.offer() == 0
+    assert world.reader.offload_outcome(name, 5)["answer"] == world.answer(seed)
 
 
 # What mends it
@@ -188,6 +194,10 @@ def mend(world: World, request: Request) -> None:
 
 
 def empty_host(world: World, request: Request) -> None:
+    """And now the host has no memory for the pool at all, until it has again."""
+    world.reader.fill_host(True)
+    compute_offloaded(world)
+    assert world.reader.pool_counts()["blocks"] == 0
     world.reader.fill_host(False)
 
 
@@ -215,7 +225,7 @@ OF_PEERS = {
 }
 OF_HOST_MEMORY = {
     "abort_move": _fault(loading, abort_load, "cancelled", **_ABORT),
-    "host_full": _fault(loading, fill_offload_host, "transfer_failed", empty_host, **_CHANGES),
+    "host_full": _fault(loading, fill_pool, "", empty_host),
     "extend_reader": _fault(loading, change_under_load("grow"), "transfer_failed", **_CHANGES),
     "sleep_reader": _fault(loading, change_under_load("nap"), "transfer_failed", **_CHANGES),
 }

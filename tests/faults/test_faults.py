@@ -25,7 +25,7 @@ def test_cell(cell: Cell, world: World) -> None:
     fault = (OF_HOST_MEMORY if world.offloads else OF_PEERS)[cell.fault]
     world.recover()
     world.require_blocks_back()
-    before = world.footprints()
+    world.note_footprints()
     request = fault.begin(world)
     fault.inject(world, request)
     if not fault.changes_reader:
@@ -40,7 +40,7 @@ def test_cell(cell: Cell, world: World) -> None:
         _reload(world)
     world.require_blocks_back()
     world.require_no_internal_errors()
-    world.require_nothing_leaked(before)
+    world.require_nothing_leaked()
 
 
 def require_right(world: World, fault: Fault, request: Request, ended: dict[str, Any] | None) -> None:
@@ -63,7 +63,7 @@ def _reload(world: World) -> None:
         assert (blocks > 0) == (turn == "load")
         ended = world.reader.offload_outcome(f"{name} {turn}", 5)
         assert (ended["error"], ended["answer"]) == ("", world.answer(seed))
-    assert world.reader.pool_used() == (0, 0)
+    assert world.reader.pool_counts()["in_use"] == 0
 
 
 def test_the_table_names_what_exists() -> None:
