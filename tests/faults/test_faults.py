@@ -1,6 +1,6 @@
 """Every fault with every connector under both policies: one request pays, and nothing is lost.
 
-Its outcome is right and in time, all others are right, all blocks come back, the engines go on and leave nothing behind.
+Its outcome is right and in time, all others are right, all blocks come back, the engines go on and nothing is left.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ class Network:
             _ip("-n", name, "address", "add", f"{address}/30", "dev", "kvx0")
             for interface in ("lo", "kvx0"):
                 _ip("-n", name, "link", "set", interface, "up")
+        for name in self.names:  # an interface that does not run yet is none to UCX
+            until(lambda name=name: "state UP" in _ip("-n", name, "link", "show", "kvx0"))
 
     def cut(self) -> None:
         _ip("-n", self.names[0], "link", "set", "kvx0", "down")
@@ -208,5 +210,5 @@ def until(holds: Callable[[], Any], timeout_s: float = 5.0, why: Callable[[], st
         time.sleep(0.01)
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
