@@ -64,6 +64,10 @@ class Gate:
             self.open()
         self._cancel(transfer)
 
+    @property
+    def has_end(self) -> bool:
+        return bool(self._kept)
+
     def open(self) -> None:
         self.held = None
 
@@ -155,7 +159,8 @@ class FaultEngine(Engine):
         return "" if pull is None else pull.phase.name.lower()
 
     def is_gated(self) -> bool:
-        return self.gate.held is not None
+        """The first piece has been read, and nobody knows."""
+        return self.gate.has_end
 
     def open_gate(self) -> None:
         self.gate.open()

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from world import OFFLOAD_BLOCKS, TOKENS, World
+from world import OFFLOAD_BLOCKS, TOKENS, World, until
 
 Request = tuple[str, int]
 
@@ -73,7 +73,7 @@ def checking(world: World) -> Request:
     name, seed = world.new()
     world.peer.prefill(name, 1, seed)  # only the first piece: nothing is left to be read when the owner stops
     world.reader.resume(name, place(world), 1, seed, True)
-    world.phase(name, "move")
+    until(world.reader.is_gated)
     world.peer.signal(signal.SIGSTOP)
     open_gate(world)
     world.phase(name, "check")
