@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,19 @@ class FaultConfig(EngineConfig):
     offloads: bool = False
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a request's KV is held, and the ticket for it."""
+
+    remote_engine_id: str
+    host: str
+    port: int
+    ticket: str
+
+
 @dataclass
 class Work:
-    """One request of this engine. `peer`: where its KV comes from."""
+    """One request of this engine."""
 
     blocks: list[int]
     num_tokens: int
@@ -111,20 +121,22 @@ class FaultEngine(Engine):
         self.fill([work.blocks], num_tokens, seed)
         return self._answer(work)
 
-    def prefill(self, name: str, num_tokens: int, seed: int, lease_s: float | None = None) -> None:
+    def prefill(self, name: str, num_tokens: int, seed: int, lease_s: float | None = None) -> Place:
+        """Compute a prompt's KV and hold it; what a router would tell the reader of it."""
         work = self._work(num_tokens, seed)
         self.fill([work.blocks], num_tokens, seed)
         self.held[name] = work.blocks
         self.hold(name, [work.blocks], num_tokens, lease_s)
+        host = self.worker._settings.side_channel_host
+        return Place(self.config.engine_id, host, self.port(), self.ticket(name, num_tokens))
 
-    def resume(self, name: str, place: tuple[str, str, int], num_tokens: int, seed: int, gated: bool = False) -> None:
-        """Fetch a request's KV from the engine (id, host, port); `outcome` says what became of it."""
+    def resume(self, name: str, place: Place, num_tokens: int, seed: int, gated: bool = False) -> None:
+        """Fetch a request's KV from where it is; `outcome` says what became of it."""
         work = self.running[name] = self._work(num_tokens, seed)
         self.gate.is_armed = gated
-        engine_id, host, port = place
         self.pull(
-            request_id=name, remote_request_id=name, remote_engine_id=engine_id, host=host, port=port,
-            blocks=[work.blocks], first_token=0, num_tokens=num_tokens,
+            request_id=name, remote_request_id=name, blocks=[work.blocks], first_token=0, num_tokens=num_tokens,
+            **asdict(place),
         )  # fmt: skip
 
     def abort(self, name: str) -> None:

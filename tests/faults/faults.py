@@ -51,38 +51,29 @@ def moving_on_a_short_lease(world: World) -> Request:
 def greeting(world: World) -> Request:
     """The owner is new there, and does not answer."""
     world.restart_peer(same_port=True)
-    name, seed = world.new()
-    world.peer.prefill(name, TOKENS, seed)
-    world.peer.signal(signal.SIGSTOP)
-    world.resume(world.peer, name, seed)
-    world.phase(name, "greet")
-    return name, seed
+    return _unanswered(world, "greet")
 
 
 def claiming(world: World) -> Request:
-    name, seed = world.new()
-    world.peer.prefill(name, TOKENS, seed)
-    world.peer.signal(signal.SIGSTOP)
-    world.resume(world.peer, name, seed)
-    world.phase(name, "claim")
+    return _unanswered(world, "claim")
+
+
+def _unanswered(world: World, phase: str) -> Request:
+    name, seed = world.begin_unanswered()
+    until(lambda: world.reader.phase(name) == phase)
     return name, seed
 
 
 def checking(world: World) -> Request:
     """All of it has been read; the owner's digests do not come."""
     name, seed = world.new()
-    world.peer.prefill(name, 1, seed)  # only the first piece: nothing is left to be read when the owner stops
-    world.reader.resume(name, place(world), 1, seed, True)
+    place = world.peer.prefill(name, 1, seed)  # in one piece: nothing is left to be read when the owner stops
+    world.reader.resume(name, place, 1, seed, True)
     until(world.reader.is_gated)
     world.peer.signal(signal.SIGSTOP)
     open_gate(world)
-    world.phase(name, "check")
+    until(lambda: world.reader.phase(name) == "check")
     return name, seed
-
-
-def place(world: World) -> tuple[str, str, int]:
-    config = world.peer.config
-    return config.engine_id, config.settings["side_channel_host"], world.peer.port
 
 
 def loading(world: World) -> Request:
