@@ -29,7 +29,7 @@ class FaultConfig(EngineConfig):
     `offloads`: with a pool of blocks in host memory.
     """
 
-    shared_memory: str = "/dev/shm"
+    shared_memory: str | None = None
     network: str | None = None
     offloads: bool = False
 
@@ -94,7 +94,8 @@ class FaultEngine(Engine):
     """Runs in the child, as `Engine` does."""
 
     def __init__(self, config: FaultConfig) -> None:
-        _see_as_shared_memory(config.shared_memory)
+        if config.shared_memory is not None:
+            _see_as_shared_memory(config.shared_memory)
         if config.network is not None:
             _enter(config.network)
         import torch

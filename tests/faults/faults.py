@@ -27,6 +27,7 @@ class Fault:
     """`causes`: of which the failure has one; "" where the request may be right all the same.
 
     `is_abort`: the request ends at once, whatever the policy. `changes_reader`: all requests of the reader meet it.
+    `frees_at_once`: the owner need not wait for the lease.
     """
 
     begin: Callable[[World], Request]
@@ -34,6 +35,7 @@ class Fault:
     causes: frozenset[str]
     repair: Callable[[World, Request], None] = nothing
     is_abort: bool = False
+    frees_at_once: bool = False
     changes_reader: bool = False
 
 
@@ -198,15 +200,16 @@ def _fault(begin: object, inject: object, causes: str, repair: object = nothing,
 
 _CHANGES = {"changes_reader": True}
 _ABORT = {"is_abort": True}
+_CLAIMED = {"is_abort": True, "frees_at_once": True}
 OF_PEERS = {
     "kill": _fault(moving, kill, "peer_dead", start_anew),
     "stop": _fault(moving, stop, "timeout", go_on),
     "network_cut": _fault(moving, cut, "timeout transfer_failed", mend),
     "restart": _fault(moving, restart, "peer_dead stale_generation"),
     "abort_greet": _fault(greeting, abort, "cancelled", go_on, **_ABORT),
-    "abort_claim": _fault(claiming, abort, "cancelled", go_on, **_ABORT),
-    "abort_move": _fault(moving, abort, "cancelled", **_ABORT),
-    "abort_check": _fault(checking, abort, "cancelled", go_on, **_ABORT),
+    "abort_claim": _fault(claiming, abort, "cancelled", go_on, **_CLAIMED),
+    "abort_move": _fault(moving, abort, "cancelled", **_CLAIMED),
+    "abort_check": _fault(checking, abort, "cancelled", go_on, **_CLAIMED),
     "lease_expiry": _fault(moving_on_a_short_lease, nobody_renews, "lease_expired"),
     "host_full": _fault(moving, fill_host, "cache_changing", **_CHANGES),
     "extend_reader": _fault(moving, extend_reader, "cache_changing", **_CHANGES),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from faults import OF_HOST_MEMORY, OF_PEERS, Fault, Request
 from table import ALL, FAULTS, NOT_POSSIBLE, QUICK, RUN, Cell, missing
-from world import DEADLINE_S, DRAIN_S, World
+from world import DEADLINE_S, DRAIN_S, LEASE_S, World, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.transfer]
 
@@ -34,6 +34,8 @@ def test_cell(cell: Cell, world: World) -> None:
     ended = outcome(request[0], DEADLINE_S + DRAIN_S)
     fault.repair(world, request)
     require_right(world, fault, request, ended)
+    if fault.frees_at_once:
+        until(lambda: not world.peer.num_used(), LEASE_S / 2)
     world.recover()
     world.hand_off(world.peer, world.well)
     if world.offloads:

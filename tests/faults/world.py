@@ -71,6 +71,8 @@ class World:
 
     def open(self) -> None:
         self._shared_memory = Path(tempfile.mkdtemp(prefix="kvx-faults-", dir="/dev/shm"))
+        is_root = os.geteuid() == 0  # a quick cell does without; nothing is in the folder then
+        self._seen_folder = str(self._shared_memory) if is_root else None
         if self.network is not None:
             self.network.open()
         self.peer, self.well, self.reader = (self._start(name) for name in ("peer", "well", "reader"))
@@ -199,7 +201,7 @@ class World:
         config = FaultConfig(
             name, agent_name=f"{name} of the faults", connectors=(connector,), settings=settings, environ=environ,
             num_blocks=64, capacity_blocks=512, network=network, offloads=self.offloads,
-            shared_memory=str(self._shared_memory),
+            shared_memory=self._seen_folder,
         )  # fmt: skip
         self._started.append(Remote(config, FaultEngine))
         return self._started[-1]
