@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install what Mooncake's wheel and the faults' networks need from the system. Where that cannot be done, say so and let the set-up go on.
+# Install what Mooncake's wheel and the faults' networks need from the system. Where that cannot be done, say so and go on.
 PATH="$PATH:/usr/sbin:/sbin"
 known() { ldconfig -p | grep -q 'libibverbs\.so\.1 ' && command -v ip > /dev/null; }
 install() { apt-get install -y -qq --no-install-recommends libibverbs1 iproute2; }
