@@ -111,10 +111,13 @@ def test_requests_that_preempt_each_other_answer_as_one_alone(engine: Engine) ->
 
     def together() -> None:
         with ThreadPoolExecutor(2) as pool:
-            found.extend(pool.map(ask_one, (10, 11), ("together", "together")))
+            found[:] = pool.map(ask_one, (10, 11), ("together", "together"))
 
-    counts = grown(engine, together)
-    assert found == alone
+    for _ in range(5):  # on a busy machine one may be over before the other has begun
+        counts = grown(engine, together)
+        assert found == alone
+        if engine.client.counters(engine.server.url)[PREEMPTIONS] > preemptions:
+            break
     assert engine.client.counters(engine.server.url)[PREEMPTIONS] > preemptions
     assert counts["hits"] == counts["reloads"] > 0
 
