@@ -119,7 +119,8 @@ def test_requests_that_preempt_each_other_answer_as_one_alone(engine: Engine) ->
         if engine.client.counters(engine.server.url)[PREEMPTIONS] > preemptions:
             break
     assert engine.client.counters(engine.server.url)[PREEMPTIONS] > preemptions
-    assert counts["hits"] == counts["reloads"] > 0
+    # None, where the other one needed no block that the preempted one had filled: then all are still in the cache.
+    assert counts["hits"] == counts["reloads"]
 
 
 def test_an_abort_leaves_nothing_pinned(engine: Engine) -> None:
