@@ -163,4 +163,4 @@ def test_an_engine_that_only_holds_uses_no_processor_time(start_engines: StartEn
         assert not any(reader.events(0.5).values())
     spent = owner.cpu_s() - before[0], reader.cpu_s() - before[1]
     assert owner.status()["handoff"]["renewed"] >= 100, "twice each"
-    assert max(spent) < 0.15, f"{spent} s in 5 s"
+    assert max(spent) < 0.5, f"{spent} s in 5 s"
