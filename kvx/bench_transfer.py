@@ -7,6 +7,7 @@ has checked once that every block arrived where it should.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import statistics
@@ -247,6 +248,13 @@ def _plain_memory(device: str, total_bytes: int) -> torch.Tensor:
     return torch.zeros(total_bytes, dtype=torch.int8, device=device)
 
 
+def _raw_memory(device: str, total_bytes: int, undo: ExitStack) -> torch.Tensor:
+    """The same pages as the connector's on the host; torch's own on a GPU, where libraries like no other."""
+    if device != "cpu":
+        return _plain_memory(device, total_bytes)
+    return _memory(device, total_bytes, undo, shareable=False)[1]
+
+
 def _number(memory: torch.Tensor) -> None:
     """Every 8 bytes their own number, so that a block in a wrong place shows."""
     words = memory.view(torch.int64)
@@ -269,7 +277,7 @@ class _Owner:
         else:
             raw = _raw_class(settings.connector)
             assert raw is not None, "the parent asked for it"
-            memory = _plain_memory(device, settings.total_bytes)
+            memory = _raw_memory(device, settings.total_bytes, self._undo)
             self._raw = raw()
             self._undo.callback(self._raw.close)
             self.first_answer = self._raw.serve(device, memory.data_ptr(), settings.total_bytes)
@@ -358,7 +366,7 @@ class _ConnectorReader(_Reader):
 class _RawReader(_Reader):
     def __init__(self, settings: TransferSettings, metadata: bytes) -> None:
         super().__init__(settings)
-        self.memory = _plain_memory(settings.device, settings.total_bytes)
+        self.memory = _raw_memory(settings.device, settings.total_bytes, self._undo)
         raw = _raw_class(settings.connector)
         assert raw is not None, "the parent asked for it"
         self._raw = raw()
@@ -390,7 +398,10 @@ class _MemcpyReader(_Reader):
     def read(self, case: Case, repeats: int, in_flight: int) -> None:
         del case, in_flight
         for _ in range(repeats):
-            self.memory.copy_(self._source)
+            if self.memory.is_cuda:
+                self.memory.copy_(self._source)
+            else:  # torch would take several threads
+                ctypes.memmove(self.memory.data_ptr(), self._source.data_ptr(), self.memory.numel())
 
 
 _ROLES: dict[str, type[_Reader]] = {CONNECTOR: _ConnectorReader, RAW: _RawReader, MEMCPY: _MemcpyReader}
