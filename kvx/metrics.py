@@ -11,7 +11,31 @@ KEPT_MISMATCHES = 100
 
 
 @dataclass
-class HandoffMetrics:
+class DigestMetrics:
+    """Digests of what has moved: how many were to be compared, were compared, and differed, and the first of those."""
+
+    digests_expected: int = 0
+    digests_checked: int = 0
+    digests_mismatched: int = 0
+    mismatches: list[dict[str, Any]] = field(default_factory=list)
+
+    def mismatch(self, request_id: str, layer_group: str, position: int) -> None:
+        """One request whose digests differ, first at this token position."""
+        if len(self.mismatches) < KEPT_MISMATCHES:
+            self.mismatches.append({"request": request_id, "layer_group": layer_group, "position": position})
+
+    def digests_as_status(self) -> dict[str, Any]:
+        """Plain values for msgpack and JSON."""
+        return {
+            "expected": self.digests_expected,
+            "checked": self.digests_checked,
+            "mismatched": self.digests_mismatched,
+            "mismatches": list(self.mismatches),
+        }
+
+
+@dataclass
+class HandoffMetrics(DigestMetrics):
     """Counters since the start. `released_only`: pulls of no tokens, which only tell the owner to free its blocks.
     `failures`: `failed` by cause.
 
@@ -29,10 +53,6 @@ class HandoffMetrics:
     bytes: int = 0
     blocks: int = 0
     descriptors: int = 0
-    digests_expected: int = 0
-    digests_checked: int = 0
-    digests_mismatched: int = 0
-    mismatches: list[dict[str, Any]] = field(default_factory=list)
     by_connector: dict[str, int] = field(default_factory=dict)
     messages_refused: int = 0
     refused_by_cause: dict[str, int] = field(default_factory=dict)
@@ -50,11 +70,6 @@ class HandoffMetrics:
         self.messages_refused += 1
         self.refused_by_cause[cause] = self.refused_by_cause.get(cause, 0) + 1
 
-    def mismatch(self, request_id: str, layer_group: str, position: int) -> None:
-        """One hand-off whose digests differ, first at this token position."""
-        if len(self.mismatches) < KEPT_MISMATCHES:
-            self.mismatches.append({"request": request_id, "layer_group": layer_group, "position": position})
-
     def as_status(self, holds: int) -> dict[str, Any]:
         """Plain values for msgpack and JSON. `holds`: how many are kept now."""
         return {
@@ -70,12 +85,7 @@ class HandoffMetrics:
                 "descriptors": self.descriptors,
                 "by_connector": dict(self.by_connector),
             },
-            "digests": {
-                "expected": self.digests_expected,
-                "checked": self.digests_checked,
-                "mismatched": self.digests_mismatched,
-                "mismatches": list(self.mismatches),
-            },
+            "digests": self.digests_as_status(),
             "side_channel": {"refused": self.messages_refused, "internal_errors": self.internal_errors},
             "messages_refused": dict(self.refused_by_cause),
             "handoff_s": list(self.durations_s),

@@ -22,7 +22,7 @@ from kvx.digest import Bytes, digests, first_difference
 from kvx.errors import ConnectorStateError, KVXError, LayoutError
 from kvx.geometry import GroupGeometry
 from kvx.inject import Fault, Injector
-from kvx.metrics import KEPT_MISMATCHES
+from kvx.metrics import DigestMetrics
 from kvx.peer import Int64s, Peer
 from kvx.plan import RUN_DTYPE, Runs
 from kvx.spec import Segment
@@ -82,17 +82,13 @@ class OffloadEvents:
 
 
 @dataclass
-class OffloadMetrics:
+class OffloadMetrics(DigestMetrics):
     """Counted on this rank. `failed`: loads and stores that did not end well."""
 
     stored_bytes: int = 0
     loaded_bytes: int = 0
     loaded_tokens: int = 0
     failed: int = 0
-    digests_expected: int = 0
-    digests_checked: int = 0
-    digests_mismatched: int = 0
-    mismatches: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -197,12 +193,7 @@ class OffloadWorker:
             "in_flight": len(self._active) + len(self._refused),
             "host_blocks": self.ready_blocks,
             "host_block_bytes": self.host_block_bytes,
-            "digests": {
-                "expected": found.digests_expected,
-                "checked": found.digests_checked,
-                "mismatched": found.digests_mismatched,
-                "mismatches": list(found.mismatches),
-            },
+            "digests": found.digests_as_status(),
         }
 
     def _start(self, op: Op, copy: BlockCopy, host_blocks: tuple[int, ...]) -> None:
@@ -277,8 +268,7 @@ class OffloadWorker:
 
     def _mismatch(self, request_id: str, group: str, position: int) -> None:
         self.metrics.digests_mismatched += 1
-        if len(self.metrics.mismatches) < KEPT_MISMATCHES:
-            self.metrics.mismatches.append({"request": request_id, "layer_group": group, "position": position})
+        self.metrics.mismatch(request_id, group, position)
 
     def _digest(self, blocks: tuple[int, ...]) -> list[Bytes]:
         """One digest for each head and token of each group's blocks."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..handoff import Failure
+from ..handoff import Failure, Waiting
 from ..secret import read_secret
 from ..ticket import LONGEST_TICKET, Ticket, write_ticket
 from . import settings
@@ -50,25 +50,13 @@ class PullWork:
     ticket: str = ""
 
 
-@dataclass(frozen=True)
-class WaitWork:
-    """A request that will be pulled when vLLM gives it blocks: its hold is renewed until then."""
-
-    request_id: str
-    remote_request_id: str
-    remote_engine_id: str
-    host: str
-    port: int
-    ticket: str = ""
-
-
 @dataclass
 class StepWork:
     """All that one engine step hands to the workers."""
 
     holds: list[HoldWork] = field(default_factory=list)
     pulls: list[PullWork] = field(default_factory=list)
-    waits: list[WaitWork] = field(default_factory=list)
+    waits: list[Waiting] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     offload: OffloadWork = field(default_factory=OffloadWork)
     #: Nothing is scheduled in this step, so a worker may wait for a transfer instead of spinning.
@@ -143,7 +131,7 @@ class BridgeScheduler:
         remote = RemotePrefill.from_params(params) if params and params.get("do_remote_prefill") else None
         if remote is not None:
             self._work.waits.append(
-                WaitWork(
+                Waiting(
                     request.request_id, remote.request_id, remote.engine_id, remote.host, remote.port, remote.ticket
                 )
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..cache import CacheState, RegionUser
 from ..connector import Connector
 from ..curve import read_curve
 from ..errors import CacheStateError, ConnectorError, KVXError
-from ..handoff import CacheFollower, EngineInfo, Failure, HandoffWorker, Pull, Waiting
+from ..handoff import CacheFollower, EngineInfo, Failure, HandoffWorker, Pull
 from ..layout import KVCacheLayout, require_block_compact
 from ..offload import HostPool
 from ..offload_worker import OffloadConnector, OffloadEvents, OffloadWorker
@@ -126,10 +126,7 @@ class BridgeWorker:
         for pull in work.pulls:
             self._pull(pull)
         for wait in work.waits:
-            port = wait.port + settings.rank_of(self._vllm_config)
-            self.handoff.keep(
-                Waiting(wait.request_id, wait.remote_request_id, wait.remote_engine_id, wait.host, port, wait.ticket)
-            )
+            self.handoff.keep(replace(wait, port=wait.port + settings.rank_of(self._vllm_config)))
         for request_id in work.cancels:
             self.handoff.cancel(request_id)
         if self._offload is not None:
