@@ -50,7 +50,7 @@ def test_one_that_fails_leaves_the_others_of_its_engine_alone(start_engines: Sta
             causes |= events["causes"]
         assert received == {f"w{index}"}
         assert reader.read([[6, 7, 8]], 0, 40) == well.read(blocks, 0, 40)
-        if len(causes) == 2 and index > 10 or time.monotonic() > give_up:
+        if (len(causes) == 2 and index > 10) or time.monotonic() > give_up:
             break
     assert causes == {"k": "peer_dead", "s": "timeout"}
     assert reader.status()["transfer"]["failures"] == {"peer_dead": 1, "timeout": 1}
