@@ -19,6 +19,7 @@ KVXError
  |       +- TransferTimeout (TimeoutError)  no answer before the deadline
  |           +- LeaseExpired                   the owner need not have kept the blocks any longer
  +- EngineError                        an engine process did not start, died, or is not a version kvx knows
+ +- ModelError (ValueError)            a model's config.json that nothing can be planned with
  +- DatasetError (ValueError)          a question file is missing or malformed: `line` says where
  +- VerificationError                  answers, digests or counters do not agree
 """
@@ -141,6 +142,10 @@ class LeaseExpired(TransferTimeout):
 
 class EngineError(KVXError):
     """An engine process did not start, died, or is not a version that kvx knows."""
+
+
+class ModelError(KVXError, ValueError):
+    """A model's `config.json` (or checkpoint) with which nothing can be planned, or ranks that its heads do not fit."""
 
 
 class DatasetError(KVXError, ValueError):

@@ -16,6 +16,7 @@ import kvx
 from kvx.cli import memory
 from kvx.cli.files import require_writable, write_json
 from kvx.cli.new_connector import new_connector_command
+from kvx.cli.plan import plan_command
 from kvx.cli.show import ConsoleProgress, show_bench, show_verify
 from kvx.errors import KVXError
 from kvx.layout import KVCacheLayout, require_block_compact
@@ -41,6 +42,7 @@ bench_app.command("transfer")(memory.transfer_command)
 bench_app.command("offload")(memory.offload_command)
 
 app.command("new-connector")(new_connector_command)
+app.command("plan")(plan_command)
 
 _out = Console()
 _progress = Console(stderr=True)
