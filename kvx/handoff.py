@@ -223,6 +223,7 @@ class HandoffWorker:
     def status(self) -> dict[str, Any]:
         """Counters and digests' findings; the side channel serves the same."""
         status = {"engine_id": self._side.info.engine_id, **self._side.metrics.as_status(self._holder.num_held)}
+        status["held"] = {"blocks": self._holder.num_blocks_held}
         if self._status_extra is not None:
             status.update(self._status_extra())
         return status

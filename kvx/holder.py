@@ -52,6 +52,10 @@ class Holder:
         return self._table.num_held
 
     @property
+    def num_blocks_held(self) -> int:
+        return self._table.num_blocks_held
+
+    @property
     def is_empty(self) -> bool:
         return not self._table.holds
 

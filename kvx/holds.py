@@ -98,6 +98,12 @@ class HoldTable:
         return sum(not hold.is_freed for hold in list(self.holds.values()))  # also read by other threads
 
     @property
+    def num_blocks_held(self) -> int:
+        """Blocks of all holds, each counted once: requests may share a prefix."""
+        kept = [hold for hold in list(self.holds.values()) if not hold.is_freed]
+        return len({block for hold in kept for group in hold.blocks for block in group})
+
+    @property
     def is_being_read(self) -> bool:
         return any(hold.readers for hold in self.holds.values())
 

@@ -15,6 +15,7 @@ from rich.console import Console
 import kvx
 from kvx.cli import memory
 from kvx.cli.files import require_writable, write_json
+from kvx.cli.map import map_command
 from kvx.cli.new_connector import new_connector_command
 from kvx.cli.plan import plan_command
 from kvx.cli.show import ConsoleProgress, show_bench, show_verify
@@ -43,6 +44,7 @@ bench_app.command("offload")(memory.offload_command)
 
 app.command("new-connector")(new_connector_command)
 app.command("plan")(plan_command)
+app.command("map")(map_command)
 
 _out = Console()
 _progress = Console(stderr=True)

@@ -115,6 +115,8 @@ class WorkerSeam:
             "explicit_size": measurement is None or measurement.explicit_size,
             "ledger": [] if measurement is None else measurement.sizing.ledger.as_dicts(),
             "timeline": [[e.name, e.start_s, e.duration_s] for e in cache.events],
+            "granularity_bytes": cache.table.granularity_bytes,
+            "segments": [[one.offset_bytes, one.block_stride_bytes] for one in cache.table.segments],
         }
 
     def require_cache(self) -> ExtensibleKVCache:
