@@ -30,6 +30,7 @@ from kvx.geometry import GroupGeometry
 from kvx.handshake import RefusedMessage
 from kvx.holder import Holder
 from kvx.holds import Hold
+from kvx.metrics import HandoffMetrics
 from kvx.peer import EngineInfo
 from kvx.pulls import Puller
 from kvx.region import MemoryRegion
@@ -219,6 +220,21 @@ class HandoffWorker:
     def wait(self, timeout_s: float) -> bool:
         """Block until `poll` has something to say; False when it has not after `timeout_s`."""
         return self._side.outbox.wait(timeout_s)
+
+    @property
+    def metrics(self) -> HandoffMetrics:
+        """The counters that the hand-off thread writes."""
+        return self._side.metrics
+
+    @property
+    def num_held(self) -> int:
+        """Requests whose blocks are kept now."""
+        return self._holder.num_held
+
+    @property
+    def num_blocks_held(self) -> int:
+        """Blocks that are kept now."""
+        return self._holder.num_blocks_held
 
     def status(self) -> dict[str, Any]:
         """Counters and digests' findings; the side channel serves the same."""

@@ -90,6 +90,14 @@ class OffloadMetrics(DigestMetrics):
     loaded_tokens: int = 0
     failed: int = 0
 
+    def as_counters(self) -> dict[str, int]:
+        """What only this rank knows, for the metrics."""
+        return {
+            "failed": self.failed,
+            "digests_checked": self.digests_checked,
+            "digests_mismatched": self.digests_mismatched,
+        }
+
 
 @dataclass(eq=False)
 class _Active:

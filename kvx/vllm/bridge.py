@@ -22,9 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from ..errors import EngineError
 from ..handoff import Failure
+from .bridge_metrics import KvxPromMetrics, KvxStats
 from .bridge_offload import RankReport
 from .bridge_scheduler import BridgeScheduler, StepWork
 from .bridge_worker import BridgeWorker
@@ -176,6 +178,9 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         report, failures = self.worker.take_report(), self.worker.take_failures()
         return None if report is None and not failures else KvxReport(report, failures)
 
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return None if self._worker is None else self._worker.take_stats()
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         outcome = self.worker.take_outcome()
         return KVConnectorTransferResults(
@@ -183,6 +188,18 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
             finished_recving=set(outcome.received | outcome.failed),
             failed_recving=set(outcome.failed),
         )
+
+    # --- frontend ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return KvxStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVConnectorPromMetrics:
+        return KvxPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- both -------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from ..offload import HostPool
 from ..offload_worker import OffloadConnector, OffloadEvents, OffloadWorker
 from ..secret import read_secret
 from . import allocation, bridge_offload, settings
+from .bridge_metrics import KvxStats, StatsTaker
 from .bridge_offload import OffloadWork, RankReport
 from .bridge_scheduler import HoldWork, PullWork, StepWork
 from .worker_side import WorkerSeam, current_seam
@@ -64,6 +65,7 @@ class BridgeWorker:
         self._refused: dict[str, Failure] = {}
         self._failures: dict[str, Failure] = {}
         self._not_held: set[str] = set()
+        self._stats = StatsTaker(self._cache_gauges)
 
     @property
     def handoff(self) -> HandoffWorker:
@@ -181,6 +183,29 @@ class BridgeWorker:
             stored=dict.fromkeys(events.stored | events.unstored, 1),
             unstored=set(events.unstored),
         )
+
+    def take_stats(self) -> KvxStats | None:
+        """What vLLM's `/metrics` must be told of since the last call; None when nothing has changed."""
+        if self._handoff is None:
+            return None
+        offload = {} if self._offload is None else {**self._offload_counters, **self._offload.metrics.as_counters()}
+        return self._stats.take(
+            self._handoff.metrics,
+            self._handoff.num_held,
+            self._handoff.num_blocks_held,
+            self._seam.require_cache().generation,
+            offload,
+        )
+
+    def _cache_gauges(self) -> Mapping[str, Mapping[str, float]]:
+        registered_bytes = max((connector.registered_bytes for connector in self._connectors), default=0)
+        report = self._seam.report(registered_bytes)
+        margin = sum(row["bytes"] for row in report["ledger"] if row["consumer"] == "margin")
+        sizes = {state: report[f"{state}_bytes"] for state in ("reserved", "committed", "registered")}
+        return {
+            "kvx_cache_bytes": {**sizes, "margin": margin},
+            "kvx_cache_blocks": {"capacity": report["capacity_blocks"], "final": report["blocks_final"]},
+        }
 
     def take_failures(self) -> dict[str, Failure]:
         """Why hand-offs have failed, after `take_outcome`, each once."""
