@@ -1,15 +1,15 @@
 # `make verify` and `make test` set up .venv by themselves; a second run installs nothing.
 
 PYTHON ?= python3
-LOCK   := requirements/cpu.txt
-STAMP  := .venv/.setup-$(shell cat $(LOCK) pyproject.toml | sha256sum | cut -c1-16)
+LOCKS  := requirements/cpu.txt requirements/docs.txt
+STAMP  := .venv/.setup-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 BIN    := .venv/bin
 # These look at their own process's memory, so they get a process in which nothing else has run.
 MEMORY := $(addprefix tests/unit/test_,cache.py cache_machine.py driver_host.py tensor.py vmm.py)
 OTHERS := tests $(addprefix --ignore=,$(MEMORY))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-faults test-kit verify bench clean
+.PHONY: help setup check test test-faults test-kit verify bench docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -19,7 +19,7 @@ setup: $(STAMP) ## Make .venv with the locked requirements and kvx itself
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "kvx needs Python 3.11 or newer; set PYTHON")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(LOCKS:%=-r %)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@scripts/system_libraries.sh
 	@rm -f .venv/.setup-*
@@ -51,6 +51,10 @@ verify: setup ## Eight questions on one stock server and on a kvx pair: all must
 
 bench: setup ## Time a kvx pair beside a stock NixlConnector pair
 	$(BIN)/kvx bench pd
+
+docs: setup ## The documentation as a site, in build/site; every link is checked
+	$(BIN)/python scripts/cli_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## Remove the environment and every cache
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

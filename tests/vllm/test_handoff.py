@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +75,48 @@ def test_an_explicit_count_is_honoured_in_the_metrics_the_log_and_the_cache(pair
     assert cache["blocks_final"] == POOL_BLOCKS
     assert cache["explicit_size"]
     assert cache["blocks_at_warmup"] < POOL_BLOCKS
+
+
+def test_the_metrics_of_one_request(pair: RunningPair) -> None:
+    """700 new tokens: 5 whole blocks of 128 and a begun one, 46,080 bytes a token (30 layers, 3 heads, float32)."""
+
+    def both() -> tuple[dict[str, float], dict[str, float]]:
+        prefill, decode = (pair.client.counters(server.url) for server in (pair.prefill, pair.decode))
+        return prefill, decode
+
+    before = both()
+    answer = pair.handed_off(ask("measured", tokens(700, seed=333)))
+    assert not answer.error, answer.error
+    wait_until(lambda: both()[0]["kvx_holds_released_total"] > before[0].get("kvx_holds_released_total", 0))
+    wait_until(lambda: both()[0]["kvx_held_blocks"] == 0)
+    prefill, decode = both()
+
+    def moved(name: str) -> float:
+        return decode[name] - before[1].get(name, 0)
+
+    assert moved("kvx_transfer_bytes_total") == 700 * 46080
+    assert moved("kvx_transfer_blocks_total") == 6
+    assert moved("kvx_transfer_descriptors_total") >= 30
+    assert moved("kvx_handoffs_received_total{connector=nixl}") == 1
+    assert moved("kvx_handoff_seconds_count") == moved("kvx_handoff_phase_seconds_count{phase=move}") == 1
+    assert 0 < moved("kvx_handoff_phase_seconds_sum{phase=move}") <= moved("kvx_handoff_seconds_sum") < 60
+    assert moved("kvx_digests_checked_total") > 0 == moved("kvx_digests_mismatched_total")
+    assert prefill["kvx_holds_released_total"] - before[0]["kvx_holds_released_total"] == 1
+    assert prefill["kvx_transfer_bytes_total"] == prefill["kvx_holds"] == 0
+    cache = pair.decode_status()["cache"]
+    for state in ("reserved", "committed", "registered"):
+        assert decode[f"kvx_cache_bytes{{state={state}}}"] == cache[f"{state}_bytes"]
+    assert decode["kvx_cache_blocks{state=final}"] == POOL_BLOCKS
+    assert decode["kvx_generation"] == 1
+
+
+def test_promtool_has_nothing_to_say_against_the_metrics(pair: RunningPair) -> None:
+    promtool = shutil.which("promtool") or Path(sys.executable).with_name("promtool")
+    text = httpx.get(f"{pair.decode.url}/metrics").text
+    ours = "".join(f"{line}\n" for line in text.splitlines() if re.match(r"(# (HELP|TYPE) )?kvx_", line))
+    assert "kvx_transfer_bytes_total" in ours
+    checked = subprocess.run([promtool, "check", "metrics"], input=ours, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
 
 
 def test_what_decode_already_holds_is_not_read_again(pair: RunningPair) -> None:
