@@ -24,6 +24,7 @@ from kvx.offload import Eviction
 from kvx.peer import EngineInfo, PeerDescriptor, VerifyMode
 from kvx.seal import DEFAULT_WINDOW_S
 from kvx.secret import Secret
+from kvx.tracing import HandoffTracer
 
 FailurePolicy = Literal["recompute", "fail"]
 
@@ -56,6 +57,7 @@ class HandoffSettings:
     auth_window_s: float = DEFAULT_WINDOW_S
     allowed_hosts: tuple[str, ...] = ()
     allow_unauthenticated_data_plane: bool = False
+    otlp_traces_endpoint: str = ""
 
     def __post_init__(self) -> None:
         names = self.connectors
@@ -74,6 +76,8 @@ class HandoffSettings:
             raise ConnectorError(
                 f"allow_unauthenticated_data_plane is {self.allow_unauthenticated_data_plane!r}; it needs true or false"
             )
+        if not isinstance(self.otlp_traces_endpoint, str):
+            raise ConnectorError(f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it needs a URL, or nothing")
         port = self.side_channel_port
         if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 65536:
             raise ConnectorError(f"side_channel_port is {port!r}; it needs a port, or 0 for any")
@@ -217,6 +221,7 @@ class EngineSide:
         self.allowed = AllowedHosts.loopback()  # until the hand-off opens
         self.instance = uuid.uuid4().hex
         self.metrics = HandoffMetrics()
+        self.tracer: HandoffTracer | None = None  # while the hand-off is open, where traces are configured
         self.outbox = Outbox()
         self.injector = Injector(settings.inject)
         self.groups: tuple[GroupGeometry, ...] = ()

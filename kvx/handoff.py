@@ -38,6 +38,7 @@ from kvx.seal import ReplySeal, RequestSeal
 from kvx.secret import Secret
 from kvx.sidechannel import Link, Server, reason_of
 from kvx.ticket import Ticket, write_ticket
+from kvx.tracing import open_tracer
 
 __all__ = [
     "CacheFollower",
@@ -123,6 +124,7 @@ class HandoffWorker:
             return
         self._side.allowed = door.allowed_hosts(self._settings, self._side.secret)
         door.warn_of_strangers(self._settings, self._side.secret)
+        self._side.tracer = open_tracer(self._side.info.engine_id, self._settings.otlp_traces_endpoint)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._server = Server(
@@ -134,6 +136,7 @@ class HandoffWorker:
             )
         except BaseException:
             self._context.destroy(linger=0)
+            self._end_tracer()
             raise
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
@@ -276,9 +279,15 @@ class HandoffWorker:
         self._thread = None
         self._side.end_digests()
         self._context.destroy(linger=200)
+        self._end_tracer()
         with self._wake_lock:
             os.close(self._wake_fd)
             self._wake_fd = -1
+
+    def _end_tracer(self) -> None:
+        tracer, self._side.tracer = self._side.tracer, None
+        if tracer is not None:
+            tracer.close()
 
     def _digested(self, hold: Hold) -> Sequence[Sequence[int]]:
         """The blocks of a hold that digests are taken of."""

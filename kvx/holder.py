@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvx import inject
@@ -72,6 +72,8 @@ class Holder:
         """Keep a request's blocks."""
         for freed in stale_covered(self._table.holds.values(), hold):
             self._reused(freed)
+        if self._side.tracer is not None:
+            self._side.tracer.hold_began(hold.request_id)
         hold.is_freed = hold.is_awaiting_reuse = self._side.injector.take(inject.Fault.STALE)
         self._table.add(hold, time.monotonic())
 
@@ -168,12 +170,19 @@ class Holder:
 
     def _released(self, request_id: str) -> None:
         self._side.metrics.released += 1
+        self._trace([request_id], "released")
         self._side.outbox.put(released=[request_id])
 
     def _expired(self, request_ids: list[str]) -> None:
         if request_ids:
             self._side.metrics.expired += len(request_ids)
+            self._trace(request_ids, "expired")
             self._side.outbox.put(expired=request_ids)
+
+    def _trace(self, request_ids: Sequence[str], outcome: str) -> None:
+        if self._side.tracer is not None:
+            for request_id in request_ids:
+                self._side.tracer.hold_ended(request_id, outcome)
 
     def _reused(self, hold: Hold) -> None:
         """A hold that was freed early has other content now: let its reader read that."""

@@ -373,6 +373,7 @@ class Puller:
         assert pull.cause is not None, "what failed has a cause"
         if pull.spec.num_tokens:
             self._side.metrics.failure(pull.cause.cause)
+            self._trace(pull, pull.cause.cause)
         self._side.fail(pull.spec, pull.cause)
 
     def _end_released(self, pull: ActivePull) -> None:
@@ -392,8 +393,23 @@ class Puller:
         metrics.blocks += self._side.count_blocks(pull.spec)
         metrics.durations_s.append(time.monotonic() - pull.started)
         metrics.spans_s.append(pull.spans_s)
+        self._trace(pull, "received")
         self._side.receive(pull.spec.request_id)
         self._owners.release_soon(pull, time.monotonic())
+
+    def _trace(self, pull: ActivePull, outcome: str) -> None:
+        if self._side.tracer is None:
+            return
+        spec = pull.spec
+        attributes: dict[str, str | int] = {
+            "kvx.outcome": outcome,
+            "kvx.decode_request_id": spec.request_id,
+            "kvx.peer": f"{spec.remote_engine_id} at {spec.host}:{spec.port}",
+            "kvx.connector": "" if pull.connector is None else pull.connector.name,
+            "kvx.tokens": spec.num_tokens,
+            "kvx.bytes": pull.moved.total_bytes,
+        }
+        self._side.tracer.handed_off(spec.remote_request_id, pull.started, pull.spans_s, attributes)
 
     def _forget(self, pull: ActivePull) -> None:
         self._drop(pull)

@@ -37,6 +37,9 @@ def from_vllm(vllm_config: Any) -> HandoffSettings:
         given["connectors"] = tuple(names)
     if isinstance(given.get("allowed_hosts"), list):
         given["allowed_hosts"] = tuple(given["allowed_hosts"])
+    # Where vLLM's own traces go, kvx's go as well.
+    observed = getattr(vllm_config, "observability_config", None)
+    given.setdefault("otlp_traces_endpoint", getattr(observed, "otlp_traces_endpoint", None) or "")
     return HandoffSettings(**given)
 
 
