@@ -158,12 +158,12 @@ def test_a_reader_that_never_ends_is_waited_for_until_its_lease_ends(reader: Rea
 def test_no_digest_is_being_taken_when_the_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     going, may_end, taken = threading.Event(), threading.Event(), []
 
-    def slow(*arguments: object) -> None:
+    def slow(*arguments: object, after: object) -> None:
         going.set()
         assert may_end.wait(20)
         taken.append(arguments)
 
-    monkeypatch.setattr(engine_side, "digests", slow)
+    monkeypatch.setattr(engine_side, "request_digests", slow)
     connector = FakeConnector()
     connector.open([region(0, 100 * 512)], 1)
     worker = make_worker(connector, verify="all")
