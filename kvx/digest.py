@@ -69,8 +69,8 @@ def request_digests(
         values = np.zeros((group.heads.count, len(tokens), DIGEST_BYTES), dtype=np.uint8)
         found.append(GroupDigests(first_token, values, present))
         contents.append(_content(views, group, ids[positions[present]], tokens[present]))
-    for of_group, values in zip(found, digester_of(views).take(contents, after=after), strict=True):
-        of_group.values[:, of_group.present] = values
+    for taken, values in zip(found, digester_of(views).take(contents, after=after), strict=True):
+        taken.values[:, taken.present] = values
     return found
 
 

@@ -32,7 +32,7 @@ def cache(
         block_size_tokens=block_size, num_kv_heads=2, head_size=4, dtype=dtype, kernel_block_size_tokens=kernel
     )
     geometry = CacheGeometry(
-        layout=layout, groups=(LayerGroup("g", ("a", "b", "c"), spec),), capacity_blocks=16, granularity_bytes=4096
+        layout=layout, groups=(LayerGroup("g", ("a", "b", "c"), spec),), capacity_blocks=16, granularity_bytes=64
     )
     buffer = torch.zeros(geometry.segment_table.total_bytes, dtype=torch.int8)
     return views_of(buffer, geometry, kernel_blocks=kernel is not None), group_geometry(geometry, 0)
