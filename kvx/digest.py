@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +86,8 @@ def _content(views: Views, group: GroupGeometry, ids: npt.NDArray[np.int64], tok
 
 def first_difference(ours: Bytes, theirs: Bytes) -> tuple[int, int] | None:
     """(how many digests differ, index of the first token with one), of two [H, n, 16]; None when they agree."""
-    different: npt.NDArray[Any] = (ours != theirs).any(axis=2)
-    if not different.any():
+    words: npt.NDArray[np.bool_] = ours.view(np.uint64) != theirs.view(np.uint64)
+    if not words.any():
         return None
+    different = words.any(axis=2)
     return int(different.sum()), int(different.any(axis=0).argmax())

@@ -84,7 +84,7 @@ def stages(device: str) -> dict[str, Callable[[], dict[str, Any]]]:
         "extend_130gib_30": extend(130, 30),
         "extend_100gib_60": extend(100, 60),
         "bandwidth": lambda: bench_bandwidth(BandwidthSettings(device=device, buffer_bytes=4 * GIB)),
-        "verify_all": lambda: bench_verify(VerifySettings(device=device, request_bytes=GIB)),
+        "verify_all": lambda: bench_verify(VerifySettings(device=device, request_bytes=GIB, in_flight=4)),
     }
 
 
