@@ -58,19 +58,26 @@ def request_digests(
     after: object = None,
 ) -> list[GroupDigests]:
     """The same of every layer group at once; whole blocks of packed pages. `after`: a mark of the views' digester."""
-    found, contents = [], []
+    contents, present = [], []
     for group, of_group in zip(groups, blocks, strict=True):
         ids = np.asarray(of_group, dtype=np.int64)
         tokens = np.arange(first_token, group.covered_tokens(first_token + num_tokens))
         positions = tokens // group.block_size_tokens
-        present = positions < len(ids)
-        present[present] = ids[positions[present]] >= 0
-        values = np.zeros((group.heads.count, len(tokens), DIGEST_BYTES), dtype=np.uint8)
-        found.append(GroupDigests(first_token, values, present))
-        contents.append(_content(views, group, ids[positions[present]], tokens[present]))
-    for taken, values in zip(found, digester_of(views).take(contents, after=after), strict=True):
-        taken.values[:, taken.present] = values
-    return found
+        has_block = positions < len(ids)
+        has_block[has_block] = ids[positions[has_block]] >= 0
+        contents.append(_content(views, group, ids[positions[has_block]], tokens[has_block]))
+        present.append(has_block)
+    taken = digester_of(views).take(contents, after=after)
+    return [GroupDigests(first_token, _spread(*given), given[1]) for given in zip(taken, present, strict=True)]
+
+
+def _spread(values: Bytes, present: npt.NDArray[np.bool_]) -> Bytes:
+    """Digests of the present tokens, with zeros for the others between them."""
+    if present.all():
+        return values
+    every = np.zeros((len(values), len(present), DIGEST_BYTES), dtype=np.uint8)
+    every[:, present] = values
+    return every
 
 
 def _content(views: Views, group: GroupGeometry, ids: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> Content:
