@@ -186,7 +186,7 @@ def test_no_digest_is_being_taken_when_the_memory_goes(monkeypatch: pytest.Monke
 def test_an_engine_that_cannot_take_digests_where_its_cache_is_does_not_open() -> None:
     elsewhere = {"a": torch.zeros(100, 1, 16, 8, device="meta")}
     worker = HandoffWorker(HandoffSettings(verify="all"), INFO, [FakeConnector()])
-    with pytest.raises(DriverUnavailable, match="'meta'.*set verify to off"):
+    with pytest.raises(DriverUnavailable, match=r"'meta'.*set verify to off"):
         worker.open([LAYER], elsewhere, 100, 1, "LBHNC")
     worker.close()
     worker = HandoffWorker(HandoffSettings(), INFO, [FakeConnector()])
