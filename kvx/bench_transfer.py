@@ -8,15 +8,12 @@ has checked once that every block arrived where it should.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 import kvx
+from kvx.bench_process import DEADLINE_S, Process
 from kvx.connector import Connector, Op, TransferState
 from kvx.drivers.select import driver_for
 from kvx.errors import ConnectorError, TransferError
@@ -37,8 +35,6 @@ from kvx.vmm import Reservation
 RAW_GROUP = "kvx.raw_loops"
 """Entry points by connector name: classes of `RawLoop`, which drive the connector's library without kvx."""
 CONNECTOR, RAW, MEMCPY = "connector", "raw library", "memcpy"
-DEADLINE_S = 60.0
-START_S = 120.0
 _LEAST_ROUND_S = 0.1
 _OWNER_POLL_S = 100e-6
 
@@ -116,7 +112,7 @@ def bench_transfer(settings: TransferSettings) -> dict[str, Any]:
     }
 
 
-def _measure(case: Case, readers: Mapping[str, _Process], settings: TransferSettings) -> dict[str, Any]:
+def _measure(case: Case, readers: Mapping[str, Process], settings: TransferSettings) -> dict[str, Any]:
     """Each side in turn; the first round of each is not counted, and says how often to repeat."""
     repeats = {}
     for side, reader in readers.items():
@@ -155,77 +151,18 @@ def _raw_class(connector: str) -> type[RawLoop] | None:
 # Processes
 
 
-class _Process:
-    """A process that answers `ask` with what the method of that name of its `role` returned."""
-
-    def __init__(self, role: type[Any], *arguments: Any, environment: Mapping[str, str]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, role, arguments, dict(environment)), daemon=True)
-        self._process.start()
-        theirs.close()
-        try:
-            self.first_answer = self._answer(START_S)
-        except BaseException:
-            self.stop()
-            raise
-
-    def ask(self, name: str, *arguments: Any) -> Any:
-        try:
-            self._pipe.send((name, arguments))
-        except BrokenPipeError as error:
-            raise TransferError("a benchmark's process ended; its last words are above") from error
-        return self._answer(2 * DEADLINE_S)
-
-    def stop(self) -> None:
-        self._pipe.close()  # its next receive ends it
-        self._process.join(10.0)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-    def _answer(self, timeout_s: float) -> Any:
-        try:
-            if not self._pipe.poll(timeout_s):
-                raise TransferError(f"a benchmark's process gave no answer for {timeout_s:g} s")
-            worked, answer = self._pipe.recv()
-        except EOFError as error:
-            raise TransferError("a benchmark's process ended; its last words are above") from error
-        if not worked:
-            raise TransferError(answer)
-        return answer
-
-
-def _serve(pipe: Connection, role: type[Any], arguments: Sequence[Any], environment: Mapping[str, str]) -> None:
-    os.environ.update(environment)
-    with ExitStack() as undo:
-        try:
-            worker = role(*arguments)
-            undo.callback(worker.close)
-            pipe.send((True, worker.first_answer))
-            while True:
-                while not pipe.poll(worker.idle_s):
-                    worker.idle()
-                name, given = pipe.recv()
-                pipe.send((True, getattr(worker, name)(*given)))
-        except EOFError:
-            return
-        except Exception as error:  # noqa: BLE001  the parent raises it
-            pipe.send((False, f"{type(error).__name__}: {error}"))
-
-
 @contextmanager
-def _reader(side: str, settings: TransferSettings) -> Iterator[_Process]:
+def _reader(side: str, settings: TransferSettings) -> Iterator[Process]:
     """A side's two processes (memcpy needs one)."""
     raw = _raw_class(settings.connector)
     environment = dict(raw.environment) if side == RAW and raw is not None else {}
     with ExitStack() as undo:
         metadata = b""
         if side != MEMCPY:
-            owner = _Process(_Owner, side, settings, environment=environment)
+            owner = Process(_Owner, side, settings, environment=environment)
             undo.callback(owner.stop)
             metadata = owner.first_answer
-        reader = _Process(_ROLES[side], settings, metadata, environment=environment)
+        reader = Process(_ROLES[side], settings, metadata, environment=environment)
         undo.callback(reader.stop)
         yield reader
 

@@ -49,7 +49,9 @@ class DigestCheck:
             [(0, _ALL)] if sampled_of_tokens is None else sampled_ranges(remote_request_id, group, sampled_of_tokens)
             for group in theirs
         ]
-        self.blocks = [sampled_blocks(*given) for given in zip(blocks, ours, samples, strict=True)]
+        self.blocks = blocks
+        if sampled_of_tokens is not None:
+            self.blocks = [sampled_blocks(*given) for given in zip(blocks, ours, samples, strict=True)]
         self._first_token = first_token
         self._ours = ours
         self._own: list[GroupDigests] | None = None

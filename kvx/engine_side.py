@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from kvx import inject
 from kvx.addresses import AllowedHosts, network_of
 from kvx.connector import Connector, ConnectorState
-from kvx.digest import GroupDigests, digests
+from kvx.digest import DIGEST_NAME, GroupDigests, digester_of, request_digests
 from kvx.errors import ConnectorError, ConnectorStateError, KVXError
 from kvx.geometry import GroupGeometry
 from kvx.inject import Fault, Injector
@@ -246,9 +247,14 @@ class EngineSide:
         self, groups: Sequence[GroupGeometry], views: Mapping[str, torch.Tensor], num_blocks: int, generation: int,
         layout: str,
     ) -> None:  # fmt: skip
-        """The cache as it is from now on; only before the hand-off starts, or while it is suspended."""
+        """The cache as it is from now on; only before the hand-off starts, or while it is suspended.
+
+        DriverUnavailable: digests are wanted, and kvx has no way to take them on this device.
+        """
         self.groups, self.views, self.num_blocks = tuple(groups), dict(views), num_blocks
         self.generation, self.layout = generation, layout
+        if self.verifies:
+            digester_of(self.views)  # an engine that cannot take digests should not start
 
     def describe(self) -> PeerDescriptor:
         """ConnectorStateError while the cache is changing or the connectors are closed."""
@@ -264,22 +270,19 @@ class EngineSide:
             groups=self.groups,
             num_blocks=self.num_blocks,
             verify=self.settings.verify,
+            digest=DIGEST_NAME,
             connectors={connector.name: connector.metadata() for connector in opened},
         )
 
+    def mark(self) -> object:
+        """What the calling thread's stream has queued by now, for digests that must come after it."""
+        return digester_of(self.views).mark()
+
     def take_digests(
-        self, blocks: Sequence[Sequence[int]], first_token: int, num_tokens: int
+        self, blocks: Sequence[Sequence[int]], first_token: int, num_tokens: int, *, after: object = None
     ) -> Future[list[GroupDigests]]:
-        """Digests of every layer group, taken on a thread of their own."""
-        groups, views = self.groups, self.views
-
-        def take() -> list[GroupDigests]:
-            end = first_token + num_tokens
-            return [
-                digests(views, group, of_group, first_token, group.covered_tokens(end) - first_token)
-                for group, of_group in zip(groups, blocks, strict=True)
-            ]
-
+        """Digests of every layer group, taken on a thread of their own. `after`: a `mark`; without, reads at once."""
+        take = partial(request_digests, self.views, self.groups, blocks, first_token, num_tokens, after=after)
         with self._digester_lock:
             self.require_cache()
             if self._digester is None:

@@ -116,6 +116,7 @@ class HandoffWorker:
         `views`: layer name -> [B, H, N, C], or in kernel blocks. Connectors are opened by the cache they attach to;
         a `CacheFollower` attached after them suspends and resumes the hand-off whenever the memory changes.
         ConnectorError: the port is in use, the host is not ours, or nothing says whom to talk to (`kvx.door`).
+        DriverUnavailable: digests are wanted, and kvx has no way to take them on this device.
         """
         self._side.update(groups, views, num_blocks, generation, layout)
         self._side.is_suspended = False
@@ -161,7 +162,7 @@ class HandoffWorker:
         latest = now + max(lease_s, self._settings.max_hold_s)
         hold = Hold(request_id, kept, num_tokens, now + lease_s, lease_s, latest)
         if self._side.verifies:
-            hold.digests = self._side.take_digests(self._digested(hold), 0, num_tokens)
+            hold.digests = self._side.take_digests(self._digested(hold), 0, num_tokens, after=self._side.mark())
         self._post(lambda: self._holder.add(hold))
         if hold.digests is not None:  # after the note above, so that it is also seen after it
             hold.digests.add_done_callback(lambda _: self._post(lambda: self._holder.on_digests(hold)))

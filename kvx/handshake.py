@@ -52,6 +52,7 @@ class Welcome(Message):
     groups: list[dict[str, Any]]
     num_blocks: Count
     verify: VerifyMode
+    digest: Text
     connectors: dict[str, bytes]
 
 
@@ -219,6 +220,7 @@ def welcome(sequence: int, ours: PeerDescriptor) -> Welcome:
         groups=[group.to_wire() for group in ours.groups],
         num_blocks=ours.num_blocks,
         verify=ours.verify,
+        digest=ours.digest,
         connectors=dict(ours.connectors),
     )
 
@@ -233,6 +235,7 @@ def descriptor(message: Welcome) -> PeerDescriptor:
         groups=tuple(GroupGeometry.from_wire(group) for group in message.groups),
         num_blocks=message.num_blocks,
         verify=message.verify,
+        digest=message.digest,
         connectors=message.connectors,
     )
 

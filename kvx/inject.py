@@ -50,6 +50,7 @@ def flip_byte(views: Mapping[str, torch.Tensor], group: GroupGeometry, block: in
     row = block * (group.block_size_tokens // kernel) + inside // kernel
     content = views[group.layers[-1]].view(torch.uint8)[row, 0, inside % kernel]
     content[0] ^= 0x40
+    content[0].item()  # it has happened now: on a GPU digests are taken on another stream
 
 
 def swapped(blocks: Sequence[int], wanted: Sequence[int], num_blocks: int) -> list[int]:

@@ -18,7 +18,8 @@ import torch
 
 from kvx import inject
 from kvx.connector import Connector, ConnectorState, Op, Transfer, TransferState
-from kvx.digest import Bytes, digests, first_difference
+from kvx.digest import digester_of, first_difference, request_digests
+from kvx.drivers.digester import Bytes
 from kvx.errors import ConnectorStateError, KVXError, LayoutError
 from kvx.geometry import GroupGeometry
 from kvx.inject import Fault, Injector
@@ -245,8 +246,7 @@ class OffloadWorker:
             return
         self.metrics.stored_bytes += len(copy.host_blocks) * self.host_block_bytes
         if self._verifies and self._is_current(copy):
-            for host_block, blocks in zip(copy.host_blocks, copy.blocks, strict=True):
-                self._digests[host_block] = self._digest(blocks)
+            self._digests.update(zip(copy.host_blocks, self._digest(copy), strict=True))
 
     def _note_loaded(self, copy: BlockCopy) -> None:
         self.metrics.loaded_bytes += len(copy.host_blocks) * self.host_block_bytes
@@ -258,18 +258,17 @@ class OffloadWorker:
             return
         if self._injector.take(Fault.FLIP_BYTE):
             inject.flip_byte(self._views, self._groups[0], copy.blocks[0][0], 0)
-        found = [self._difference(host, blocks) for host, blocks in zip(copy.host_blocks, copy.blocks, strict=True)]
+        taken = self._digest(copy)
+        found = [self._difference(host, ours) for host, ours in zip(copy.host_blocks, taken, strict=True)]
         self.metrics.digests_checked += len(found)
         for index, difference in enumerate(found):
             if difference is not None:
                 group, token = difference
                 self._mismatch(copy.name, group, copy.first_token + index * self._tokens_per_block + token)
 
-    def _difference(self, host_block: int, blocks: tuple[int, ...]) -> tuple[str, int] | None:
+    def _difference(self, host_block: int, found: Sequence[Bytes]) -> tuple[str, int] | None:
         """(layer group, token in the block) of the first content that is not what was stored."""
-        for group, ours, theirs in zip(
-            self._groups, self._digest(blocks), self._digests.get(host_block, []), strict=True
-        ):
+        for group, ours, theirs in zip(self._groups, found, self._digests.get(host_block, []), strict=True):
             if (different := first_difference(ours, theirs)) is not None:
                 return group.name, different[1]
         return None
@@ -278,14 +277,20 @@ class OffloadWorker:
         self.metrics.digests_mismatched += 1
         self.metrics.mismatch(request_id, group, position)
 
-    def _digest(self, blocks: tuple[int, ...]) -> list[Bytes]:
-        """One digest for each head and token of each group's blocks."""
-        taken, at = [], 0
-        for group, count in zip(self._groups, self._per_host_block, strict=True):
-            of_group = blocks[at : at + count]
-            taken.append(digests(self._views, group, of_group, 0, count * group.block_size_tokens).values)
-            at += count
-        return taken
+    def _digest(self, copy: BlockCopy) -> list[list[Bytes]]:
+        """For each host block and layer group, one digest for each head and token. All are taken at once."""
+        size, ends = self._tokens_per_block, np.cumsum(self._per_host_block).tolist()
+        of_groups = [
+            [block for of_one in copy.blocks for block in of_one[end - count : end]]
+            for end, count in zip(ends, self._per_host_block, strict=True)
+        ]
+        taken = request_digests(
+            self._views, self._groups, of_groups, 0, len(copy.blocks) * size, after=digester_of(self._views).mark()
+        )
+        return [
+            [of_group.values[:, start : start + size].copy() for of_group in taken]
+            for start in range(0, len(copy.blocks) * size, size)
+        ]
 
     def _sources(self, copy: BlockCopy) -> tuple[int, ...]:
         """The host blocks to load from. With a fault on purpose, once: others than those that were asked for."""

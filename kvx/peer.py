@@ -43,6 +43,7 @@ class PeerDescriptor:
     """What an engine says of itself in the handshake. `instance` is new with every start of its process.
 
     `verify`: of what it holds it takes digests of nothing, of a sample, or of all; the reader may ask for less.
+    `digest`: the name of the function; digests of two functions say nothing about each other.
     """
 
     info: EngineInfo
@@ -52,6 +53,7 @@ class PeerDescriptor:
     groups: tuple[GroupGeometry, ...]
     num_blocks: int
     verify: VerifyMode
+    digest: str
     connectors: Mapping[str, bytes]
 
 
@@ -74,6 +76,8 @@ def require_compatible(ours: PeerDescriptor, theirs: PeerDescriptor) -> None:
                 found.append(Difference("tp_size", ours.info.tp_size, theirs.info.tp_size))
     if _MODES.index(ours.verify) > _MODES.index(theirs.verify):
         found.append(Difference("verify", ours.verify, theirs.verify))
+    if ours.verify != "off" and ours.digest != theirs.digest:
+        found.append(Difference("digest", ours.digest, theirs.digest, "use one version of kvx, or set verify to off"))
     require_equal(found)
 
 

@@ -1,6 +1,6 @@
 """Tests and measurements of the memory itself on a machine with a GPU; needs torch, cuda-bindings and pytest there.
 
-    PYTHONPATH=. python scripts/gpu_memory.py FOLDER
+    PYTHONPATH=. python scripts/gpu_memory.py FOLDER [--only verify_all,bandwidth] [--no-tests]
 
 Writes FOLDER/memory.json (what was measured, by the names of docs/measurements.json) and FOLDER/memory-tests.xml, and
 says everything on standard output as it comes. The status is pytest's.
@@ -24,6 +24,7 @@ from say import say
 
 import kvx
 from kvx.bench import GIB, BandwidthSettings, ExtendSettings, bench_bandwidth, bench_extend
+from kvx.bench_verify import VerifySettings, bench_verify
 from kvx.drivers.select import driver_for
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +35,7 @@ def main() -> int:
     options.add_argument("folder", type=Path)
     options.add_argument("--device", default="cuda:0")
     options.add_argument("--no-tests", action="store_true")
+    options.add_argument("--only", type=lambda names: names.split(","), help="of what is measured, by its names")
     chosen = options.parse_args()
     chosen.folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {
@@ -46,6 +48,8 @@ def main() -> int:
     say(json.dumps(found["versions"]))
     status = 0 if chosen.no_tests else run_tests(chosen.folder)
     for name, measure in stages(chosen.device).items():
+        if chosen.only and name not in chosen.only:
+            continue
         start = time.monotonic()
         try:
             found["reports"][name] = measure()
@@ -80,6 +84,7 @@ def stages(device: str) -> dict[str, Callable[[], dict[str, Any]]]:
         "extend_130gib_30": extend(130, 30),
         "extend_100gib_60": extend(100, 60),
         "bandwidth": lambda: bench_bandwidth(BandwidthSettings(device=device, buffer_bytes=4 * GIB)),
+        "verify_all": lambda: bench_verify(VerifySettings(device=device, request_bytes=GIB, in_flight=4)),
     }
 
 
@@ -95,6 +100,10 @@ def measurements(reports: dict[str, dict[str, Any]]) -> dict[str, float]:
             found.setdefault("extend.zero_bandwidth_ratio", round(report["zero_bandwidth_ratio"], 4))
     for name, sides in reports.get("bandwidth", {}).get("operations", {}).items():
         found[f"bandwidth.{name}_ratio"] = round(sides["ratio"]["median"], 4)
+    for row in reports.get("verify_all", {}).get("rows", []):
+        end = "" if row["case"] == "2 MiB" else f"_{row['case'].replace(' ', '').lower()}"
+        found[f"digest.verify_all_ratio{end}"] = round(row["ratio"]["median"], 4)
+        found[f"digest.gb_per_s{end}"] = round(row["digest_bytes_per_s"]["median"] / 1e9, 1)
     return found
 
 

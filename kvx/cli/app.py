@@ -41,6 +41,7 @@ bench_app.command("extend")(memory.extend_command)
 bench_app.command("bandwidth")(memory.bandwidth_command)
 bench_app.command("transfer")(memory.transfer_command)
 bench_app.command("offload")(memory.offload_command)
+bench_app.command("verify")(memory.verify_command)
 
 app.command("new-connector")(new_connector_command)
 app.command("plan")(plan_command)

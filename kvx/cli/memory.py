@@ -1,4 +1,4 @@
-"""`kvx bench extend`, `bandwidth`, `transfer` and `offload`: memory and connectors, without any engine."""
+"""`kvx bench extend`, `bandwidth`, `transfer`, `offload` and `verify`: memory and connectors, without any engine."""
 
 from __future__ import annotations
 
@@ -137,6 +137,36 @@ def offload_command(
     _out.print(table)
     if not others:
         _out.print(f"no {bench.SWAP} beside it: the vLLM that is installed here has none for this device")
+
+
+def verify_command(
+    connector: Annotated[str, typer.Option(help="The connector that moves the blocks.")] = "ipc",
+    device: Device = "",
+    peer_device: Annotated[str, typer.Option(help="The device of the memory that is read; by default the same.")] = "",
+    mib: Annotated[int, typer.Option(min=2, help="MiB of one request.")] = 256,
+    in_flight: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 2,
+    pairs: Annotated[int, typer.Option(min=1, help="Alternations that count.")] = 7,
+    json_file: JsonFile = None,
+) -> None:
+    """Hand-offs between two processes with digests of everything, beside the same without any."""
+    from kvx import bench_verify as bench  # with torch, which takes seconds to import
+
+    require_writable(json_file)
+    if (mib << 20) % bench.BLOCK_BYTES:
+        raise typer.BadParameter(f"{mib} MiB are no whole number of blocks of {bench.BLOCK_BYTES >> 20} MiB")
+    found = bench.bench_verify(
+        bench.VerifySettings(
+            connector=connector, device=device or _first_device(), peer_device=peer_device or None,
+            request_bytes=mib << 20, in_flight=in_flight, pairs=pairs,
+        )
+    )  # fmt: skip
+    write_json(json_file, found)
+    table = Table("GB/s", *(f"verify: {mode}" for mode in bench.MODES), "all / off", "digests alone")
+    table.title = f"kvx bench verify: {mib} MiB, {in_flight} in flight, {found['peer_device']} to {_where(found)}"
+    for row in found["rows"]:
+        rates = [_spread(row["bytes_per_s"][mode], 1e-9) for mode in bench.MODES]
+        table.add_row(row["case"], *rates, _spread(row["ratio"], 1), _spread(row["digest_bytes_per_s"], 1e-9))
+    _out.print(table)
 
 
 def _first_device() -> str:

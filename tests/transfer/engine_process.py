@@ -168,6 +168,12 @@ class Engine:
     def wake(self) -> None:
         self.cache.wake()
 
+    def delay_digests(self, seconds: float) -> None:
+        """As if there were much to digest before what is held next. Some have been taken already."""
+        digesting = self.worker._side._digester
+        assert digesting is not None
+        digesting.submit(time.sleep, seconds)
+
     def hold_and_sleep(self, count: int, blocks: list[list[int]], num_tokens: int) -> None:
         """So that digests are on their way when the memory goes."""
         for index in range(count):

@@ -75,14 +75,11 @@ def test_a_waiting_request_that_is_given_up_frees_the_blocks_at_once(start_engin
 
 
 def test_what_is_digested_for_longer_than_a_lease_keeps_it(start_engines: StartEngines) -> None:
-    """The reader has read at once, and waits for the owner's digests, which come after those of 190 MB and more."""
+    """The reader has read at once, and waits for the owner's digests, which come later than lease and grace."""
     verify = {**SHORT, "verify": "all", "transfer_deadline_s": 30.0}
-    owner, reader = start_engines(
-        EngineConfig("prefill", settings=verify, **BIG), EngineConfig("decode", settings=verify, **BIG)
-    )
+    owner, reader = start_engines(EngineConfig("prefill", settings=verify), EngineConfig("decode", settings=verify))
     hand_off(owner, reader, 40, 1)
-    for index in range(6):
-        owner.hold(f"before{index}", [list(range(1500))], 24000, 60.0)
+    owner.delay_digests(2.0)
     owner.hold("r", [[1, 2]], 32)
     began = time.monotonic()
     pull(reader, owner, "r", [[3, 4]], 0, 32)

@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvx.digest import GroupDigests, canonical, digests
+from kvx.digest import GroupDigests, digests, request_digests
 from kvx.digest_check import DigestCheck, wanted_ranges
-from kvx.errors import HandshakeError
+from kvx.drivers import digester
+from kvx.drivers.digester import CHUNK_BYTES, Content, HostDigester, digester_for
+from kvx.errors import DriverUnavailable, HandshakeError
 from kvx.geometry import GroupGeometry, HeadRange
 from kvx.inject import flip_byte, overwrite, swapped
 from kvx.layout import KVCacheLayout
@@ -30,7 +32,7 @@ def cache(
         block_size_tokens=block_size, num_kv_heads=2, head_size=4, dtype=dtype, kernel_block_size_tokens=kernel
     )
     geometry = CacheGeometry(
-        layout=layout, groups=(LayerGroup("g", ("a", "b", "c"), spec),), capacity_blocks=16, granularity_bytes=4096
+        layout=layout, groups=(LayerGroup("g", ("a", "b", "c"), spec),), capacity_blocks=16, granularity_bytes=64
     )
     buffer = torch.zeros(geometry.segment_table.total_bytes, dtype=torch.int8)
     return views_of(buffer, geometry, kernel_blocks=kernel is not None), group_geometry(geometry, 0)
@@ -70,12 +72,73 @@ def test_the_same_content_has_the_same_digests_everywhere(
     views, group = cache(layout, block_size, kernel)
     blocks = [3, 11, 0, 7, 9, 15, 2, 4, 1, 12][: -(-40 // block_size)]
     write(views, group, blocks, content)
-    assert (canonical(views, group, blocks, 5, 30) == content[:, :, 5:35]).all()
     plain_views, plain_group = cache(KVCacheLayout.LBHNC, 64)
     write(plain_views, plain_group, [5], content)
     ours, plain = digests(views, group, blocks, 5, 30), digests(plain_views, plain_group, [5], 0, 40)
     assert (ours.values == plain.values[:, 5:35]).all()
     assert ours.present.all()
+    of_tokens = content[:, :, 5:35].transpose(1, 2, 0, 3)
+    assert (ours.values == [[by_definition(piece) for piece in head] for head in of_tokens]).all()
+
+
+def by_definition(content: np.ndarray) -> list[int]:
+    """The digest of one head and token, [L, C] bytes, as `kvx.drivers.digester` defines it, in Python's own numbers."""
+    sums, state = [0, 0], 0
+    words = [(1).to_bytes(8, "little")]
+    for piece in content:
+        padded = piece.tobytes() + bytes(-len(piece) % 16)
+        words += [padded[at : at + 8] for at in range(0, len(padded), 8)]
+    for index, word in enumerate(words):
+        for column, order in enumerate(("little", "big")):
+            state = (state + 0x9E3779B97F4A7C15) % 2**64
+            key = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+            key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) % 2**64
+            key ^= key >> 31
+            sums[column] += key * (int.from_bytes(word, order) if index else 1)
+    return list(b"".join((number % 2**64).to_bytes(8, "little") for number in sums))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_content_of_any_size_has_the_digest_that_is_defined(size: int, layers: int, heads: int, seed: int) -> None:
+    numbers = np.random.default_rng(seed)
+    memory = numbers.integers(0, 256, (layers, 7, heads, size + 3), dtype=np.uint8)
+    strides = memory.strides
+    tokens = numbers.permutation(7)[:5]
+    content = Content(memory.ctypes.data + np.arange(layers) * strides[0], tokens * strides[1], heads, strides[2], size)
+    (found,) = HostDigester().take([content])
+    assert found.tolist() == [
+        [by_definition(memory[:, token, head, :size]) for token in tokens] for head in range(heads)
+    ]
+
+
+def test_layers_are_taken_in_the_order_of_their_names() -> None:
+    content = contents(16)
+    views, group = cache(KVCacheLayout.LBHNC, 16)
+    write(views, group, [3], content)
+    turned = dataclasses.replace(group, layers=group.layers[::-1], layer_offsets_bytes=group.layer_offsets_bytes[::-1])
+    before = digests(views, group, [3], 0, 16).values
+    assert (digests(views, turned, [3], 0, 16).values == before).all()
+    views["a"], views["b"] = views["b"], views["a"]
+    assert (digests(views, group, [3], 0, 16).values != before).any(axis=2).all(), "two layers exchanged"
+
+
+def test_zeros_have_a_digest_and_tokens_that_nobody_has_do_not() -> None:
+    views, group = cache(KVCacheLayout.LBHNC, 16)
+    found = digests(views, group, [3], 0, 20)
+    assert found.values[:, :16].any(axis=2).all()
+    assert not found.values[:, 16:].any()
+
+
+def test_all_groups_of_a_request_at_once_and_whole_blocks_where_pages_are_packed() -> None:
+    views, group = cache(KVCacheLayout.LBHNC, 16)
+    write(views, group, [3, 1, 2], contents(48))
+    packed = dataclasses.replace(group, name="p", layers=("b",), layer_offsets_bytes=(0,), page_format="halves")
+    first, second = request_digests(views, [group, packed], [[3, 1, 2], [-1, 1, 2]], 16, 20)
+    assert (first.values == digests(views, group, [3, 1, 2], 16, 20).values).all()
+    assert (first.values.shape[1], second.values.shape[1]) == (20, 32)
+    plain = dataclasses.replace(packed, page_format=None)
+    assert (second.values == digests(views, plain, [3, 1, 2], 16, 32).values).all()
 
 
 @settings(max_examples=50, deadline=None)
@@ -91,7 +154,8 @@ def test_any_changed_byte_changes_exactly_its_digest(layer: int, head: int, toke
     assert np.argwhere(changed).tolist() == [[head, token]]
 
 
-def test_absent_blocks_have_no_digests_and_long_ranges_are_taken_in_chunks() -> None:
+def test_absent_blocks_have_no_digests_and_long_ranges_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digester, "CHUNK_BYTES", 100 * 2 * 16)  # 100 tokens
     views, group = cache(KVCacheLayout.LBHNC, 64, dtype="bfloat16")
     content = contents(600, content_bytes=16)
     blocks = [9, 3, 4, 1, 12, 6, 7, 8, 2, 5]
@@ -101,6 +165,13 @@ def test_absent_blocks_have_no_digests_and_long_ranges_are_taken_in_chunks() -> 
     assert holes.present.tolist() == [not (64 <= token < 128 or token >= 512) for token in range(600)]
     assert (holes.values[:, holes.present] == whole.values[:, holes.present]).all()
     assert not holes.values[:, ~holes.present].any()
+    monkeypatch.setattr(digester, "CHUNK_BYTES", CHUNK_BYTES)
+    assert (digests(views, group, blocks, 0, 600).values == whole.values).all()
+
+
+def test_a_device_without_digests_is_named() -> None:
+    with pytest.raises(DriverUnavailable, match=r"'xpu:0'.*set verify to off"):
+        digester_for("xpu:0")
 
 
 def check_of(ours: GroupGeometry, theirs: GroupGeometry, blocks: list[int], first: int, count: int) -> DigestCheck:

@@ -14,7 +14,7 @@ from test_handshake import INFO
 from test_pulls import LAYER
 
 from kvx import engine_side
-from kvx.errors import ConnectorStateError
+from kvx.errors import ConnectorStateError, DriverUnavailable
 from kvx.handoff import CacheFollower, Failure, HandoffSettings, HandoffWorker, Pull
 from kvx.handshake import Claim, Claimed, Hello, Message, Refused, Release, Reply, Welcome, decode_reply, encode
 
@@ -158,12 +158,12 @@ def test_a_reader_that_never_ends_is_waited_for_until_its_lease_ends(reader: Rea
 def test_no_digest_is_being_taken_when_the_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     going, may_end, taken = threading.Event(), threading.Event(), []
 
-    def slow(*arguments: object) -> None:
+    def slow(*arguments: object, after: object) -> None:
         going.set()
         assert may_end.wait(20)
         taken.append(arguments)
 
-    monkeypatch.setattr(engine_side, "digests", slow)
+    monkeypatch.setattr(engine_side, "request_digests", slow)
     connector = FakeConnector()
     connector.open([region(0, 100 * 512)], 1)
     worker = make_worker(connector, verify="all")
@@ -180,6 +180,17 @@ def test_no_digest_is_being_taken_when_the_memory_goes(monkeypatch: pytest.Monke
     assert worker.poll().expired == {"running", "queued"}
     with pytest.raises(ConnectorStateError, match="asleep or changing"):
         worker.hold("h", [[1]], 16)
+    worker.close()
+
+
+def test_an_engine_that_cannot_take_digests_where_its_cache_is_does_not_open() -> None:
+    elsewhere = {"a": torch.zeros(100, 1, 16, 8, device="meta")}
+    worker = HandoffWorker(HandoffSettings(verify="all"), INFO, [FakeConnector()])
+    with pytest.raises(DriverUnavailable, match=r"'meta'.*set verify to off"):
+        worker.open([LAYER], elsewhere, 100, 1, "LBHNC")
+    worker.close()
+    worker = HandoffWorker(HandoffSettings(), INFO, [FakeConnector()])
+    worker.open([LAYER], elsewhere, 100, 1, "LBHNC")
     worker.close()
 
 

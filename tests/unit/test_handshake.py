@@ -35,7 +35,7 @@ GROUP = GroupGeometry(
 INFO = EngineInfo(engine_id="e", model="m", dtype="float32", kv_cache_dtype="auto")
 OURS = PeerDescriptor(
     info=INFO, instance="i", generation=2, layout="LBHNC", groups=(GROUP,), num_blocks=10, verify="off",
-    connectors={"nixl": b"\x00\xff"},
+    digest="d", connectors={"nixl": b"\x00\xff"},
 )  # fmt: skip
 
 
@@ -127,6 +127,14 @@ def test_every_difference_is_named() -> None:
     with pytest.raises(PeerMismatch, match="verify differs"):
         require_compatible(dataclasses.replace(OURS, verify="all"), OURS)
     require_compatible(OURS, dataclasses.replace(OURS, verify="all"))
+
+
+def test_another_digest_function_is_refused_by_name_where_digests_are_compared() -> None:
+    ours, theirs = (dataclasses.replace(OURS, verify="all", digest=name) for name in ("new.2", "old.1"))
+    with pytest.raises(PeerMismatch, match="use one version of kvx, or set verify to off") as raised:
+        require_compatible(ours, theirs)
+    assert (raised.value.field, raised.value.ours, raised.value.theirs) == ("digest", "new.2", "old.1")
+    require_compatible(dataclasses.replace(ours, verify="off"), theirs)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fake_connector import BASE, FakeConnector, region
@@ -70,7 +69,7 @@ class Pair:
         theirs.open([region(0, 100 * 512, base=2 * BASE)], 1)
         self.theirs = PeerDescriptor(
             info=INFO, instance="i", generation=1, layout="LBHNC", groups=(LAYER,), num_blocks=100,
-            verify="all" if verify else "off", connectors={"fake": theirs.metadata()},
+            verify="all" if verify else "off", digest=digest.DIGEST_NAME, connectors={"fake": theirs.metadata()},
         )  # fmt: skip
 
     @property
@@ -352,8 +351,7 @@ def test_a_pull_of_no_tokens_only_releases(blocks: list[list[int]]) -> None:
 
 def digests_of_the_owner(pair: Pair) -> None:
     """Answer what is asked with the digests that zeros have."""
-    zeros = np.zeros((1, 1, 1, 32), np.uint8)
-    one = digest._digest_rows(zeros.reshape(1, 1, -1)).tobytes()
+    one = digest.digests({"a": torch.zeros(100, 1, 16, 8)}, LAYER, [0], 0, 1).values.tobytes()
     for message, on_reply in [item for item in pair.link.asked if isinstance(item[0], Digests)]:
         assert isinstance(message, Digests)
         on_reply(DigestPage(sequence=1, request_id="r", digests=one * (message.num_tokens * message.head_count)))
