@@ -366,12 +366,10 @@ class Connector(ABC):
             rows = split_rows(rows, source.starts.tolist(), destination.starts.tolist())
             source.require_inside(rows[:, 0], rows[:, 2], "source")
             destination.require_inside(rows[:, 1], rows[:, 2], "destination")
-        ours, theirs = (1, 0) if op is Op.READ else (0, 1)
-        return Copies(
-            local=rows[:, ours] + self._regions.base_address,
-            remote=rows[:, theirs] + peer.regions.base_address,
-            length=rows[:, 2],
-        )
+        local, remote = (rows[:, 1], rows[:, 0]) if op is Op.READ else (rows[:, 0], rows[:, 1])
+        local += self._regions.base_address  # in place: nobody else has these rows
+        remote += peer.regions.base_address
+        return Copies(local=local, remote=remote, length=rows[:, 2])
 
     def _require_open(self, call: str) -> None:
         if self._state is not ConnectorState.OPEN:

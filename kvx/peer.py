@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 import msgspec
@@ -17,6 +18,7 @@ from kvx.geometry import GroupGeometry
 Int64s = npt.NDArray[np.int64]
 MOST_BYTES = 1 << 62
 """Sums of two such numbers still fit in 64 bits with a sign."""
+_MOST_BUCKETS = 1 << 18
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,6 +119,13 @@ class RegionTable:
             return bool(offsets.min() >= self.starts[0] and (offsets + lengths).max() <= self.ends[0])
         return bool(len(self.starts)) and not self._outside(offsets, lengths).any()
 
+    def numbers_of(self, offsets: Int64s) -> Int64s:
+        """For each offset the number of the last region that starts at or before it, or of the first region."""
+        if self._buckets is None:
+            return np.maximum(np.searchsorted(self.starts, offsets, side="right") - 1, 0)
+        shift, region = self._buckets
+        return region.take(offsets >> shift, mode="clip")
+
     def require_inside(self, offsets: Int64s, lengths: Int64s, side: str) -> None:
         """LayoutError naming the first byte range that does not lie in one registered region."""
         if not len(self.starts):
@@ -130,8 +139,22 @@ class RegionTable:
             )
 
     def _outside(self, offsets: Int64s, lengths: Int64s) -> npt.NDArray[np.bool_]:
-        index = np.searchsorted(self.starts, offsets, side="right") - 1
-        return (index < 0) | (offsets + lengths > self.ends[index])
+        index = self.numbers_of(offsets)
+        return (offsets < self.starts[index]) | (offsets + lengths > self.ends[index])
+
+    @cached_property
+    def _buckets(self) -> tuple[int, Int64s] | None:
+        """(shift, the region of `offset >> shift`), which is many times faster than to search for each of many offsets.
+
+        Buckets are as large as the regions' starts allow, so that none has bytes of two; None where they are too many.
+        """
+        aligned = int(np.bitwise_or.reduce(self.starts))
+        shift = (aligned & -aligned).bit_length() - 1 if aligned else 62
+        first = self.starts >> shift
+        if first[-1] >= _MOST_BUCKETS:
+            return None
+        first[0] = 0
+        return shift, np.repeat(np.arange(len(first)), np.diff(first, append=first[-1] + 1))
 
 
 @dataclass(eq=False)

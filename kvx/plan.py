@@ -97,8 +97,10 @@ def _expanded(array: NDArray[np.void]) -> Ints:
     count = int(array["count"][0]) if len(array) else 1
     columns = np.empty((3, count, len(array)), np.int64)
     step = np.arange(count)[:, None]
-    columns[0] = array["source"] + step * array["source_stride"]
-    columns[1] = array["destination"] + step * array["destination_stride"]
+    columns[0], columns[1] = array["source"], array["destination"]
+    if count > 1:
+        columns[0] += step * array["source_stride"]
+        columns[1] += step * array["destination_stride"]
     columns[2] = array["length"]
     return columns.reshape(3, -1).T
 

@@ -5,8 +5,8 @@ own transfers with it. They are apart because only the destruction of an agent i
 transport, bytes of a released or disconnected READ were seen to land in our memory after the stopped peer went on. The
 end of a peer's moving agent ends its transfers, and touches neither other peers nor those that read from us.
 
-Descriptors are given per transfer: making them took 0.2 ms for 240 and 2-6 ms for 46,000, less than it takes to look
-up indices in prepared lists of a geometry that differs from peer to peer.
+Few copies are given as descriptors, thousands as numbers of cells of the registered regions (`nixl_cells.py`), which
+takes NIXL half the time.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kvx.connector import Capabilities, Connector, Copies, Op, Transfer, Transfe
 from kvx.errors import ConnectorError, HandshakeError, TransferError
 from kvx.peer import Int64s, Peer
 from kvx.region import MemoryRegion
+from kvx_connectors.nixl_cells import LEAST_COPIES, CellList, cell_list, most_common
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +146,21 @@ class NixlConnector(Connector):
         self._follow(transfer, *_asked(lambda: _library_of(remote).transfer(transfer.handle)))
 
     def _prepare(self, library: Any, wire: NixlMetadata, transfer: Transfer, copies: Copies, notify: bytes) -> Any:
+        lists = self._cell_lists(wire, transfer.peer, copies) if len(copies.length) >= LEAST_COPIES else None
+        if lists is not None:
+            ours, theirs = lists  # what is prepared of them may go when this returns: a transfer has copies
+            local = library.prep_xfer_dlist("", ours.rows, self._memory_type)
+            remote = library.prep_xfer_dlist(transfer.peer.name, theirs.rows, wire.memory_type)
+            return library.make_prepped_xfer(transfer.op.name, local, ours.numbers, remote, theirs.numbers, notify)
         local = library.get_xfer_descs(_rows(copies.local, copies.length, self._device_id), self._memory_type)
         remote = library.get_xfer_descs(_rows(copies.remote, copies.length, wire.device_id), wire.memory_type)
         return library.initialize_xfer(transfer.op.name, local, remote, transfer.peer.name, notify)
+
+    def _cell_lists(self, wire: NixlMetadata, peer: Peer, copies: Copies) -> tuple[CellList, CellList] | None:
+        cell_bytes = most_common(copies.length)
+        ours = cell_list(self._regions, copies.local, copies.length, cell_bytes, self._device_id)
+        theirs = cell_list(peer.regions, copies.remote, copies.length, cell_bytes, wire.device_id)
+        return None if ours is None or theirs is None else (ours, theirs)
 
     def _progress(self) -> list[tuple[str, bytes]]:
         assert self._serving is not None, "an open connector serves"

@@ -196,9 +196,15 @@ class Engine:
         return self.peer.name
 
     def submit(
-        self, op: str, source: list[int], destination: list[int], length: int, deadline_s: float, notify: bytes = b""
+        self,
+        op: str,
+        source: list[int],
+        destination: list[int],
+        length: int | list[int],
+        deadline_s: float,
+        notify: bytes = b"",
     ) -> str:
-        """Copy `length` bytes from each source to the destination offset of the same index."""
+        """Copy `length` bytes (each its own, or all the same) from each source to the destination of that index."""
         import numpy as np
 
         from kvx.connector import Op

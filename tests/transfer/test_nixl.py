@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from engine_process import EngineConfig, Remote, StartEngines
 
@@ -135,3 +136,31 @@ def test_a_killed_peer_fails_and_one_of_its_name_takes_its_place(start_engines: 
     assert ours.connect(again.metadata()) == "same"
     assert read(ours, "read", [0], [0], 64)[0] == "done"
     assert ours.peek(0, 64) == b"\x07" * 64
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_thousands_of_equal_copies_and_some_others(start_engines: StartEngines, op: str) -> None:
+    """Permuted over several regions on either side, some of them shorter, as the last block of a request is."""
+    size = {"num_blocks": 1000, "capacity_blocks": 1024}
+    ours, theirs = start_engines(EngineConfig("ours", **size), EngineConfig("theirs", **size))
+    theirs.progress_in_background()
+    regions = ours.registered()["regions"]
+    assert len(regions) > 1, regions
+    page, span = regions[0][1] // 1000, regions[-1][0] + regions[-1][1]
+    starts = np.concatenate([offset + np.arange(1000) * page for offset, _ in regions])
+    numbers = np.random.default_rng(1)
+    sources, destinations = (numbers.permutation(starts)[:2500] for _ in range(2))
+    lengths = np.where(np.arange(2500) % 50 == 7, page // 2 - 1, page)
+    source, destination = (theirs, ours) if op == "read" else (ours, theirs)
+    content, expected = numbers.integers(0, 256, span, np.uint8), np.zeros(span, np.uint8)
+    for offset, nbytes in regions:
+        source.put(offset, content[offset : offset + nbytes].tobytes())
+        destination.poke(offset, nbytes, 0)
+    for start, end, length in zip(sources, destinations, lengths, strict=True):
+        expected[end : end + length] = content[start : start + length]
+    ours.connect(theirs.metadata())
+    ours.submit(op, sources.tolist(), destinations.tolist(), lengths.tolist(), 20.0)
+    assert ours.finish(20)[0] == "done"
+    for offset, nbytes in regions:
+        found = np.frombuffer(destination.peek(offset, nbytes), np.uint8)
+        assert (found == expected[offset : offset + nbytes]).all()

@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 from fake_connector import BASE, FakeConnector, region, runs
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvx.connector import ConnectorState, Op, TransferState
 from kvx.errors import ConnectorError, ConnectorStateError, HandshakeError, LayoutError, TransferError, TransferTimeout
@@ -178,3 +180,25 @@ def test_region_tables() -> None:
             RegionTable.of(BASE, bad)
     with pytest.raises(LayoutError, match="no memory of the local"):
         RegionTable.of(0, []).require_inside(np.array([0]), np.array([1]), "local")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(-2, 40), st.integers(1, 9)), min_size=1, max_size=8),
+    st.sampled_from([1, 7, 64, 1 << 21, 1 << 40]),
+)
+def test_a_region_table_knows_what_it_holds(
+    spaces: list[tuple[int, int]], asked: list[tuple[int, int]], unit: int
+) -> None:
+    """In units of a byte, of no power of two, and so large that its look-up table would be too large."""
+    ranges, start = [], 0
+    for gap, length in spaces:
+        ranges.append(((start + gap) * unit, length * unit))
+        start += gap + length
+    ranges.append((start * unit + 1, 1))  # beside every grid
+    offsets, lengths = np.array(asked, np.int64).T * unit
+    found = RegionTable.of(BASE, ranges)
+    assert found.holds(offsets, lengths) == all(
+        any(first <= offset and offset + length <= first + nbytes for first, nbytes in ranges)
+        for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True)
+    )
