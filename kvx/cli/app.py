@@ -69,6 +69,9 @@ Eager = Annotated[
     bool | None, typer.Option(help="Without torch.compile and graphs; by default on a CPU, and not on a GPU.")
 ]
 EngineArgs = Annotated[str, typer.Option(help="More options for every vLLM server, as on its command line.")]
+Gpus = Annotated[
+    str, typer.Option(help="The GPU of prefill and that of decode, as 0,1; by default both are on the first.")
+]
 FirstPort = Annotated[int, typer.Option(min=0, max=65535, help="First of four ports; 0: free ones are chosen.")]
 Logs = Annotated[Path | None, typer.Option(help="Folder for the engines' logs.")]
 
@@ -112,6 +115,7 @@ def verify_command(
     device: Device = None,
     eager: Eager = None,
     engine_args: EngineArgs = "",
+    gpus: Gpus = "",
     first_port: FirstPort = 0,
     logs: Logs = None,
 ) -> None:
@@ -140,6 +144,7 @@ def verify_command(
         device,
         eager,
         engine_args,
+        gpus,
         first_port,
     )
     settings = VerifySettings(
@@ -183,6 +188,7 @@ def bench_pd_command(
     device: Device = None,
     eager: Eager = None,
     engine_args: EngineArgs = "",
+    gpus: Gpus = "",
     first_port: FirstPort = 0,
     logs: Logs = None,
 ) -> None:
@@ -202,6 +208,7 @@ def bench_pd_command(
         device,
         eager,
         engine_args,
+        gpus,
         first_port,
     )
     settings = BenchSettings(
@@ -229,6 +236,14 @@ def _words(engine_args: str) -> tuple[str, ...]:
         raise typer.BadParameter(f"{engine_args!r}: {error}", param_hint="--engine-args") from None
 
 
+def _gpu_names(gpus: str, device: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in gpus.split(",")) if gpus else ()
+    if names and (device == "cpu" or len(names) != 2 or not all(names)):
+        found = "engines on a CPU" if device == "cpu" else repr(gpus)
+        raise typer.BadParameter(f"{found}; two GPUs are needed, as 0,1", param_hint="--gpus")
+    return names
+
+
 def _run_settings(
     model: Path | None,
     connector: str,
@@ -241,6 +256,7 @@ def _run_settings(
     device: str | None,
     eager: bool | None,
     engine_args: str,
+    gpus: str,
     first_port: int,
 ) -> RunSettings:
     """Check everything that can be checked before the first engine starts."""
@@ -268,6 +284,7 @@ def _run_settings(
         device=chosen,
         eager=chosen == "cpu" if eager is None else eager,
         arguments=_words(engine_args),
+        gpus=_gpu_names(gpus, chosen),
         first_port=first_port,
     )
     require_ports(run)

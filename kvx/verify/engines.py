@@ -26,8 +26,9 @@ GPU_SIZE = "--kv-cache-memory-bytes"
 class RunSettings:
     """What all engines of a run share. `first_port` 0: free ports are chosen. `arguments` go to every vLLM as they are.
 
-    `kv_space_gib` is for engines on a CPU; GPU engines have their share of the device by `arguments`. `offloading`:
-    those of the connectors that reach no other process; `small_blocks`: the cache of the engine that offloads most.
+    `kv_space_gib` is for engines on a CPU; GPU engines have their share of the device by `arguments`, and run on the
+    first one unless `gpus` names those of prefill and decode. `offloading`: those of the connectors that reach no other
+    process; `small_blocks`: the cache of the engine that offloads most.
     """
 
     model: Path
@@ -47,14 +48,20 @@ class RunSettings:
     device: str = "cpu"
     eager: bool = True
     arguments: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
     first_port: int = 0
 
     @property
-    def start_one_by_one(self) -> bool:
-        """Each engine measures what is free, so nobody else may be taking some meanwhile."""
+    def measures(self) -> bool:
+        """Each engine measures what is free, so nobody else may be taking some of that meanwhile."""
         if self.device == "cpu":
             return self.kv_space_gib is None
         return not any(word.split("=")[0] == GPU_SIZE for word in self.arguments)
+
+    @property
+    def start_one_by_one(self) -> bool:
+        """The engines of a pair, unless each has a GPU of its own to measure."""
+        return self.measures and len(set(self.gpus)) < 2
 
     @property
     def hands_off(self) -> bool:
@@ -79,6 +86,7 @@ class RunSettings:
             "layout": self.layout,
             "eager": self.eager,
             "arguments": list(self.arguments),
+            "gpus": list(self.gpus),
             "inject": self.inject,
         }
 
@@ -111,7 +119,7 @@ def baseline(run: RunSettings) -> EngineSettings:
         _engine(run, "baseline", _ports(run, 1)[0]),
         kv_space_gib=run.kv_space_gib or BASELINE_SPACE_GIB,
         cores=share_cores(2)[0],
-        environment={**_layout_environment(run), "VLLM_PLUGINS": ""},
+        environment={**_layout_environment(run), **_gpu_environment(run), "VLLM_PLUGINS": ""},
     )
 
 
@@ -121,7 +129,7 @@ def kvx_pair(run: RunSettings, *, digests: bool, environment: dict[str, str] | N
     engines = []
     for role, port, side_port, cores in zip((PREFILL, DECODE), ports[:2], ports[2:], share_cores(2), strict=True):
         engine = _kvx_engine(run, role, port, side_port, digests=digests)
-        shared = {**engine.environment, **(environment or {})}
+        shared = {**engine.environment, **_gpu_environment(run, role), **(environment or {})}
         engines.append(replace(engine, cores=cores, environment=shared))
     # Prefill writes the most blocks; decode keeps a cache that its hand-offs fit.
     prefill = replace(engines[0], explicit_blocks=run.small_blocks or run.explicit_blocks)
@@ -132,7 +140,9 @@ def kvx_single(run: RunSettings, *, digests: bool) -> tuple[EngineSettings, int]
     """One engine with the plug-in and the bridge, on as many cores as the baseline; and its side channel port."""
     port, side_port = _ports(run, 2)
     engine = _kvx_engine(run, SINGLE, port, side_port, digests=digests)
-    return replace(engine, cores=share_cores(2)[0], explicit_blocks=run.small_blocks or run.explicit_blocks), side_port
+    environment = {**engine.environment, **_gpu_environment(run)}
+    small = run.small_blocks or run.explicit_blocks
+    return replace(engine, cores=share_cores(2)[0], explicit_blocks=small, environment=environment), side_port
 
 
 def _kvx_engine(run: RunSettings, role: str, port: int, side_port: int, *, digests: bool) -> EngineSettings:
@@ -157,7 +167,7 @@ def stock_pair(run: RunSettings, *, environment: dict[str, str] | None = None) -
     engines = []
     for role, port, side_port, cores in zip((PREFILL, DECODE), ports[:2], ports[2:], share_cores(2), strict=True):
         variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
-        variables |= {"VLLM_PLUGINS": "kvx", **(environment or {})}
+        variables |= {"VLLM_PLUGINS": "kvx", **_gpu_environment(run, role), **(environment or {})}
         transfer = _transfer("NixlConnector", role, {})
         engine = _engine(run, f"stock-{role}", port)
         engines.append(replace(engine, cores=cores, kv_transfer=transfer, environment=variables))
@@ -180,7 +190,7 @@ def start_pairs(
     run: RunSettings, servers: Servers, pairs: Sequence[Pair], waiting: Callable[[Server, float], None]
 ) -> list[tuple[Server, Server]]:
     """Several pairs; on a GPU whose engines measure nothing all at once: it has cores enough, and starts are long."""
-    if run.device == "cpu" or run.start_one_by_one:
+    if run.device == "cpu" or run.measures:
         return [start_pair(run, servers, pair, waiting) for pair in pairs]
     started = [(servers.start(pair.prefill), servers.start(pair.decode)) for pair in pairs]
     servers.wait_healthy(waiting=waiting, only=tuple(server for pair in started for server in pair))
@@ -217,6 +227,14 @@ def _transfer(connector: str, role: str, extra: dict[str, Any]) -> dict[str, Any
 
 def _layout_environment(run: RunSettings) -> dict[str, str]:
     return {} if run.layout is None else {"VLLM_KV_CACHE_LAYOUT": run.layout}
+
+
+def _gpu_environment(run: RunSettings, role: str = PREFILL) -> dict[str, str]:
+    """An engine computes on the first GPU that it sees. It sees the other one too, whose memory it may map."""
+    if not run.gpus:
+        return {}
+    own = run.gpus[-1] if role == DECODE else run.gpus[0]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys([own, *run.gpus]))}
 
 
 def _ports(run: RunSettings, count: int) -> Sequence[int]:

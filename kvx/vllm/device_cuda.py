@@ -147,10 +147,17 @@ def _other_processes(driver: Driver) -> int:
     except ImportError:
         logger.warning("kvx: nvidia-ml-py is not installed: other processes on the device go unnoticed")
         return 0
+    import torch
+
+    # By its own name: NVML counts all devices, torch those of CUDA_VISIBLE_DEVICES.
+    name = f"GPU-{torch.cuda.get_device_properties(driver.device).uuid}"
     pynvml.nvmlInit()
     try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(int(driver.device.partition(":")[2] or 0))
+        handle = pynvml.nvmlDeviceGetHandleByUUID(name)
         found = [process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+    except pynvml.NVMLError as error:  # a slice of a GPU (MIG) has another kind of name
+        logger.warning("kvx: NVML cannot say who else uses device %s: %s", name, error)
+        return 0
     finally:
         pynvml.nvmlShutdown()
     # In a container NVML gives the host's numbers for processes: then one of them is this one.

@@ -141,7 +141,7 @@ def test_every_option_of_verify_reaches_the_run(kvx, model, monkeypatch, tmp_pat
     monkeypatch.setattr(app, "verify", verify)
     options = "--connector nixl --limit 5 --shots 2 --max-tokens 7 --concurrency 3 --no-judge-answers --inject stale"
     options += " --dtype bfloat16 --block-size 32 --max-model-len 512 --kv-space 3 --explicit-size 40 --layout HND"
-    options += f" --device cuda --logs {tmp_path / 'logs'}"
+    options += f" --device cuda --gpus 1,0 --logs {tmp_path / 'logs'}"
     given = ["--engine-args", "--attention-backend TRITON_ATTN --seed '7'"]
     require_sentence(kvx("verify", "--model", model, *options.split(), *given), "stop here")
     (settings,) = seen
@@ -159,6 +159,7 @@ def test_every_option_of_verify_reaches_the_run(kvx, model, monkeypatch, tmp_pat
             device="cuda",
             eager=False,
             arguments=("--attention-backend", "TRITON_ATTN", "--seed", "7"),
+            gpus=("1", "0"),
         ),
         problems=own_problems()[:5],
         shots=own_shots()[:2],
@@ -186,6 +187,13 @@ def test_engine_arguments_that_are_no_words_are_refused(kvx, model):
     assert code == 2
     assert "--engine-args" in said
     assert "No closing quotation" in said
+
+
+@pytest.mark.parametrize("words", ["--device cuda --gpus 0", "--device cuda --gpus 0,", "--device cpu --gpus 0,1"])
+def test_gpus_are_two_and_not_of_a_cpu(kvx, model, words):
+    code, said = kvx("verify", "--model", model, *words.split())
+    assert code == 2
+    assert "--gpus" in said
 
 
 def test_every_option_of_bench_reaches_the_run(kvx, model, monkeypatch):

@@ -147,6 +147,25 @@ def test_pairs_on_a_gpu_that_measure_nothing_start_at_once(world, settings, devi
     assert len(world.waited) == waits
 
 
+def test_each_engine_of_a_pair_may_have_a_gpu_of_its_own(world, settings):
+    """Decode's is the first that it sees, and prefill's memory can be mapped there; what is measured is apart."""
+    run = dataclasses.replace(settings.run, device="cuda", gpus=("0", "1"))
+    for pair in (engines.kvx_pair(run, digests=False), engines.stock_pair(run)):
+        assert [engine.environment["CUDA_VISIBLE_DEVICES"] for engine in pair.engines] == ["0,1", "1,0"]
+    alone = (engines.baseline(run), engines.kvx_single(run, digests=False)[0])
+    assert [engine.environment["CUDA_VISIBLE_DEVICES"] for engine in alone] == ["0,1", "0,1"]
+    runner.verify(dataclasses.replace(settings, run=run), Quiet())
+    assert world.waited == [["baseline"], ["prefill", "decode"]]
+    pairs = [engines.kvx_pair(run, digests=False), engines.stock_pair(run)]
+    engines.start_pairs(run, world, pairs, lambda _server, _seconds: None)
+    one = ["prefill", "decode"]
+    assert world.waited[2:] == [one, [*one, "stock-prefill", "stock-decode"]]
+
+
+def test_without_gpus_named_the_environment_stays(settings):
+    assert "CUDA_VISIBLE_DEVICES" not in engines.kvx_pair(settings.run, digests=False).decode.environment
+
+
 def test_a_refused_question_is_a_difference_and_the_run_goes_on(world, settings):
     FakeClient.failing = {"decode"}
     report = runner.verify(settings, Quiet())
