@@ -48,23 +48,30 @@ class OffloadSettings:
     pairs: int = 7
 
 
-def bench_offload(settings: OffloadSettings) -> dict[str, Any]:
+def bench_offload(
+    settings: OffloadSettings, as_it_comes: Callable[[dict[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
     """The report: bytes a second each way and for each size of a block, of both sides, and kvx over the other.
 
-    ConnectorError: the connector does not offload. TransferError: a copy failed, or other bytes came back.
+    `as_it_comes` gets what there is after each size. ConnectorError: the connector does not offload. TransferError: a
+    copy failed, or other bytes came back.
     """
     driver = driver_for(settings.device)
-    rows = [row for size in settings.block_sizes_bytes for row in _measure(driver, settings, size)]
-    return {
+    rows: list[dict[str, Any]] = []
+    report: dict[str, Any] = {
         "kvx": kvx.__version__,
         "torch": torch.__version__,
         "device": driver.device,
         "connector": settings.connector,
         "total_bytes": settings.total_bytes,
         "pairs": settings.pairs,
-        "beside": next((side for side in rows[0]["bytes_per_s"] if side != KVX), None),
         "rows": rows,
     }
+    for size in settings.block_sizes_bytes:
+        rows += _measure(driver, settings, size)
+        report["beside"] = next((side for side in rows[0]["bytes_per_s"] if side != KVX), None)
+        as_it_comes(report)
+    return report
 
 
 def _measure(driver: Driver, settings: OffloadSettings, block_bytes: int) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -97,21 +97,29 @@ class RawLoop(Protocol):
     def close(self) -> None: ...
 
 
-def bench_transfer(settings: TransferSettings) -> dict[str, Any]:
-    """The report: GB/s of each side and its ratios, case by case. ConnectorError for an unknown connector."""
+def bench_transfer(
+    settings: TransferSettings, as_it_comes: Callable[[dict[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
+    """The report: GB/s of each side and its ratios, case by case; `as_it_comes` gets what there is after each.
+
+    ConnectorError for an unknown connector.
+    """
     connector_class(settings.connector)
     sides = [CONNECTOR, *([RAW] if _raw_class(settings.connector) else []), MEMCPY]
-    cases = [Case(size, permuted) for size in settings.block_sizes_bytes for permuted in (False, True)]
-    with ExitStack() as undo:
-        readers = {side: undo.enter_context(_reader(side, settings)) for side in sides}
-        rows = [_measure(case, readers, settings) for case in cases]
-    return {
+    rows: list[dict[str, Any]] = []
+    report = {
         "kvx": kvx.__version__,
         "torch": torch.__version__,
         **{key: getattr(settings, key) for key in ("connector", "device", "total_bytes", "in_flight", "pairs")},
         "peer_device": settings.peer_device or settings.device,
         "rows": rows,
     }
+    with ExitStack() as undo:
+        readers = {side: undo.enter_context(_reader(side, settings)) for side in sides}
+        for case in (Case(size, permuted) for size in settings.block_sizes_bytes for permuted in (False, True)):
+            rows.append(_measure(case, readers, settings))
+            as_it_comes(report)
+    return report
 
 
 def _measure(case: Case, readers: Mapping[str, Process], settings: TransferSettings) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,8 +94,7 @@ def transfer_command(
         connector=connector, device=device, peer_device=peer_device or None, total_bytes=mib << 20,
         block_sizes_bytes=sizes, in_flight=in_flight, pairs=pairs,
     )  # fmt: skip
-    found = bench.bench_transfer(settings)
-    write_json(json_file, found)
+    found = bench.bench_transfer(settings, partial(write_json, json_file))
     others = [side for side in (bench.RAW, bench.MEMCPY) if side in found["rows"][0]["ratio"]]
     table = Table("GB/s", connector, *others, *(f"{connector} / {side}" for side in others), "one alone, ms")
     table.title = f"kvx bench transfer: {mib} MiB, {in_flight} in flight, {found['peer_device']} to {found['device']}"
@@ -124,9 +124,9 @@ def offload_command(
     found = bench.bench_offload(
         bench.OffloadSettings(
             device=device or _first_device(), total_bytes=mib << 20, block_sizes_bytes=sizes, pairs=pairs
-        )
+        ),
+        partial(write_json, json_file),
     )
-    write_json(json_file, found)
     others = [found["beside"]] if found["beside"] else []
     table = Table("GB/s", bench.KVX, *others, *(f"{bench.KVX} / {side}" for side in others))
     table.title = f"kvx bench offload: {mib} MiB, {found['device']}"
