@@ -186,7 +186,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mib", type=int, help="transfer and offload: MiB of a transfer")
     parser.add_argument("--logs", type=Path, help="by default FOLDER/logs")
     options = parser.parse_args(words)
-    options.logs = options.logs or options.folder / "logs"
+    options.model = str(Path(options.model).resolve())
+    options.questions, options.folder = options.questions.resolve(), options.folder.resolve()
+    options.logs = (options.logs or options.folder / "logs").resolve()
     options.folder.mkdir(parents=True, exist_ok=True)
     return options
 

@@ -79,7 +79,7 @@ class Stage:
         return found
 
     def command(self, name: str, command: Sequence[str], **environment: str) -> dict[str, Any]:
-        """In a process group of its own, which ends when the stage's time does."""
+        """In the project's folder, in a process group of its own, which ends when the stage's time does."""
         started_s = time.monotonic()
         with self.log(name).open("wb") as output:
             status = self._run(command, output, {**os.environ, **environment})
@@ -89,7 +89,9 @@ class Stage:
         if self.left_s() < _LEAST_S:
             output.write(b"Error: not run, the time of this stage is up\n")
             return -1
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, process_group=0)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=HERE.parent, process_group=0
+        )
         try:
             process.wait(self.left_s())
         except subprocess.TimeoutExpired:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import torch
+
 
 def swap_blocks_batch() -> Callable[[Any, Any, Any], None] | None:
     """`(source pointers, destination pointers, sizes)`, int64 tensors on the host; None where vLLM has none here."""
@@ -15,4 +17,5 @@ def swap_blocks_batch() -> Callable[[Any, Any, Any], None] | None:
         )
     except (ImportError, RuntimeError, OSError):  # not installed, or made for another torch or another device
         return None
-    return found
+    # vLLM has the function everywhere, and the kernel behind it only where its library for the device was loaded.
+    return found if hasattr(torch.ops._C_cache_ops, "swap_blocks_batch") else None
