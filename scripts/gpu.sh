@@ -19,6 +19,7 @@ export UCX_TLS="${UCX_TLS:-tcp,self,cma,cuda_copy,cuda_ipc}"
 mkdir -p "${OUT:?a folder for the results}"
 shift
 case "$stage $*" in
+    transfer* | offload*) MODEL=${MODEL:-none} QUESTIONS=${QUESTIONS:-none} ;;
     memory*--only*) ;; # engines alone
     memory*) "$python" "$here/gpu_memory.py" "$OUT/calls" 2>&1 | tee "$OUT/calls.log" ;;
 esac

@@ -11,8 +11,10 @@ FOLDER/logs, or where `--logs` says.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
+    if "ipc" not in {point.name for point in entry_points(group="kvx.connectors")}:
+        sys.exit("kvx is not installed, only importable, and so has no connectors: pip install --no-deps its wheel")
     STAGES[options.stage](Stage(options.stage, options))
 
 
