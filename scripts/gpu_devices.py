@@ -27,7 +27,7 @@ _OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b"
 
 
 def transfer(stage: Stage) -> None:
-    """Between two processes on one GPU: `ipc`; NIXL over memory that grows, and bare NIXL over torch's."""
+    """Between two processes on one GPU: `ipc`; NIXL over memory that grows, bare NIXL over torch's; with digests."""
     device = ["--device", stage.options.device, "--pairs", str(stage.options.pairs)]
     mib, few = stage.options.mib or 1024, min(stage.options.mib or 64, 64)
     if not stage.skips("ipc"):
@@ -37,6 +37,9 @@ def transfer(stage: Stage) -> None:
         words = ["--connector", "nixl", *device, "--mib", str(few), *BLOCKS]
         found = stage.kvx("nixl", "bench", "transfer", *words)
         stage.measure({**rates("transfer.nixl", found), **rates("transfer.nixl_raw", found, side="raw library")})
+    if not stage.skips("verify"):
+        words = ["--connector", "ipc", *device, *(["--mib", str(stage.options.mib)] if stage.options.mib else [])]
+        stage.measure(verify_rates(stage.kvx("verify", "bench", "verify", *words)))
 
 
 def offload(stage: Stage) -> None:
@@ -99,6 +102,17 @@ def offload_rates(report: Mapping[str, Any]) -> dict[str, Any]:
             value |= {f"{name}_gb_per_s": scaled(row["bytes_per_s"][name], 1e-9), f"of_{name}": scaled(ratio, 1)}
         found[f"offload.{row['direction'].replace(' ', '_')}_{row['block_bytes'] >> 10}_kib"] = value
     return found
+
+
+def verify_rates(report: Mapping[str, Any]) -> dict[str, Any]:
+    """A key for each case that `kvx bench verify` has measured: hand-offs with digests of everything, beside none."""
+    return {
+        f"verify.{row['layout'].lower()}": {
+            "gb_per_s": scaled(row["bytes_per_s"]["all"], 1e-9), "of_off": scaled(row["ratio"], 1),
+            "digests_gb_per_s": scaled(row["digest_bytes_per_s"], 1e-9),
+        }
+        for row in report.get("rows", ())
+    }  # fmt: skip
 
 
 def verified(prefix: str, report: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def transfer_report(*sides: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("transfer", 2), ("offload", 1), ("two-gpus", 2), ("pd", 5), ("tests", 3), ("identity", 10), ("memory", 9)],
+    [("transfer", 3), ("offload", 1), ("two-gpus", 2), ("pd", 5), ("tests", 3), ("identity", 10), ("memory", 9)],
 )
 def test_every_command_is_one_that_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: int
@@ -117,6 +117,13 @@ def test_copies_have_a_key_for_each_case(tmp_path: Path) -> None:
     sides = {"kvx": SPREAD, "swap_blocks_batch": SPREAD}
     row = {"block_bytes": 32 << 10, "direction": "to host", "bytes_per_s": sides, "ratio": {"swap_blocks_batch": RATIO}}
     assert list(gpu_devices.offload_rates({"rows": [row]})) == ["offload.to_host_32_kib"]
+    row = {
+        "layout": "BLHNC",
+        "bytes_per_s": {"all": SPREAD, "off": SPREAD},
+        "ratio": RATIO,
+        "digest_bytes_per_s": SPREAD,
+    }
+    assert gpu_devices.verify_rates({"rows": [row]})["verify.blhnc"]["of_off"] == RATIO
     report = {"questions": 64, "identical": 63, "passed": False}
     assert gpu_devices.verified("pd.ipc_two_gpus", report)["pd.ipc_two_gpus.identical"] == 63
     assert gpu_devices.verified("pd.ipc_two_gpus", {"status": -9}) == {}
