@@ -9,7 +9,7 @@ from typing import Any
 
 from kvx import inject
 from kvx.engine_side import EngineSide
-from kvx.errors import KVXError, TicketRefused
+from kvx.errors import Crowded, KVXError, TicketRefused
 from kvx.handshake import (
     REFUSALS,
     Claim,
@@ -172,7 +172,9 @@ class Holder:
     def _answer_digests(self, sender: bytes, ask: Digests) -> None:
         hold = self._table.holds.get(ask.request_id)
         is_early = hold is not None and hold.digests is not None and not hold.digests.done()
-        if is_early and len(self._waiting_digests) < MOST_WAITING:
+        if is_early and len(self._waiting_digests) >= MOST_WAITING:
+            raise Crowded(f"{MOST_WAITING} questions for digests wait already; those of {ask.request_id} are not ready")
+        if is_early:
             self._waiting_digests.append((sender, ask))
             return
         self._send(sender, self._table.digest_page(ask))

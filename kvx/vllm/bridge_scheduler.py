@@ -92,7 +92,7 @@ class RemotePrefill:
             if not isinstance(value, kind) or not value or isinstance(value, bool):
                 found = "empty" if isinstance(value, kind) and not value else type(value).__name__
                 return cls.nowhere(f"kv_transfer_params.{name} is {found}, needs {kind.__name__}")
-            if kind is str and len(value) > LONGEST_NAME:
+            if isinstance(value, str) and len(value) > LONGEST_NAME:
                 return cls.nowhere(f"kv_transfer_params.{name} has {len(value)} characters, at most {LONGEST_NAME} fit")
         host, port = params["remote_host"], params["remote_port"]
         if not 0 < port < 65536 or len(host) > LONGEST_HOST:
