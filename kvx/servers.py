@@ -3,6 +3,7 @@
 Each engine is the leader of its own session, so that everything it starts (vLLM runs three processes per engine) can be
 found again by session id, even when a child was orphaned or has renamed itself. Its logs go to files, its temporary
 files and sockets into the run folder, and shared memory that it leaves behind when it has to be killed is removed.
+Where this process is killed itself, a second one does that in its place (`kvx.guard`).
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from typing import Any, Self
 
 import psutil
 
+from kvx import processes
 from kvx.errors import EngineError
+from kvx.guard import Guard
 from kvx.vllm.compat import check_version
 
 START_DEADLINE_S = 600.0
 STOP_DEADLINE_S = 20.0
-CHILDREN_DEADLINE_S = 5.0  # what an engine's children get after the engine itself has ended
 # Without these names UCX tries slower ways on one host, and moves no GPU memory.
 UCX_TRANSPORTS = {"cpu": "tcp,self,cma", "cuda": "tcp,self,cma,cuda_copy,cuda_ipc"}
-_POLL_S = 0.2
-_SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)")
+_POLL_S, _NOTE_S = 0.2, 2.0
 _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 _NOISE = re.compile(
@@ -146,14 +147,7 @@ class Server:
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the engine's session, and every descendant that left it."""
-        found: dict[int, psutil.Process] = {}
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.update({child.pid: child for child in psutil.Process(self.pid).children(recursive=True)})
-        for process in psutil.process_iter():
-            with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
-                if os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE:
-                    found[process.pid] = process
-        return list(found.values())
+        return processes.of_session(self.pid)
 
     def pause(self) -> None:
         """Freeze every process of the engine: it uses no processor until `resume`."""
@@ -174,7 +168,7 @@ class Server:
         """Remember the engine's processes and shared memory, so that both can be cleared away after it has died."""
         for process in self.processes():
             self._known.add(process)
-            self._shared_memory.update(_shared_memory_of(process))
+            self._shared_memory |= processes.shared_memory_of(process)
 
     def terminate(self) -> None:
         """Ask the engine to end; `stop` waits for it."""
@@ -190,17 +184,10 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
         _, left = psutil.wait_procs(
-            [p for p in self._known if p.pid != self.pid], timeout=min(wait_s, CHILDREN_DEADLINE_S)
+            [p for p in self._known if p.pid != self.pid], timeout=min(wait_s, processes.CHILDREN_DEADLINE_S)
         )
-        left = list({*left, *self.processes()})
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        processes.end({*left, *self.processes()}, self._shared_memory)
         self._process.wait()
-        psutil.wait_procs(left, timeout=CHILDREN_DEADLINE_S)
-        for path in self._shared_memory:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
 
     def _signal_all(self, number: signal.Signals) -> None:
         for process in self.processes():
@@ -213,6 +200,7 @@ class Servers:
 
     def __init__(self, logs: Path | None = None) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="kvx-", ignore_cleanup_errors=True)
+        self._guard = Guard(os.path.realpath(self._scratch.name))
         self.logs = logs if logs is not None else Path(tempfile.mkdtemp(prefix="kvx-logs-"))
         self.peak_memory_bytes = 0
         self._running: list[Server] = []
@@ -222,6 +210,7 @@ class Servers:
 
     def __enter__(self) -> Self:
         self.logs.mkdir(parents=True, exist_ok=True)
+        self._guard.open()
         if threading.current_thread() is threading.main_thread():
             for number in _STOPPING_SIGNALS:
                 self._handlers[number] = signal.signal(number, _exit_on_signal)
@@ -236,6 +225,7 @@ class Servers:
             if self._sampler is not None:
                 self._sampler.join()
             self._scratch.cleanup()
+            self._guard.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -267,7 +257,7 @@ class Servers:
 
         Triggers of EngineError: an engine ended, or one did not answer before the deadline.
         """
-        started_s = time.monotonic()
+        started_s = noted_s = time.monotonic()
         for server in self._running if only is None else only:
             while not server.is_healthy():
                 for other in self._running:
@@ -276,6 +266,10 @@ class Servers:
                 if spent_s > deadline_s:
                     raise EngineError(f"the {server.name} engine was not ready after {spent_s:.0f} s; see {server.log}")
                 waiting(server, spent_s)
+                if time.monotonic() >= noted_s + _NOTE_S:  # one that dies while it starts leaves something, too
+                    noted_s = time.monotonic()
+                    for other in self._running:
+                        other.note_resources()
                 time.sleep(_POLL_S)
             server.note_resources()
 
@@ -347,15 +341,6 @@ def meaningful_lines(log: str, count: int = 3) -> list[str]:
     causes = [line for line in lines if _EXCEPTION.match(line) and not any(c in line for c in _CONSEQUENCES)]
     chosen = list(dict.fromkeys(causes))[-1:] or lines[-count:]
     return [line[:600] for line in chosen] or ["(the log is empty)"]
-
-
-def _shared_memory_of(process: psutil.Process) -> Iterator[str]:
-    """Paths of the shared memory that a process has mapped."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-            match = _SHARED_MEMORY.search(line)
-            if match and not line.endswith("(deleted)"):
-                yield match.group(1)
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
