@@ -27,8 +27,8 @@ def of_session(leader: int) -> list[psutil.Process]:
 
 
 def of_folder(folder: str) -> list[psutil.Process]:
-    """Every living process that works in the folder: what was started there, orphans too."""
-    return list(_living(lambda process: process.cwd() == folder))
+    """Every living process that works in the folder or in one of its own: what was started there, orphans too."""
+    return list(_living(lambda process: Path(process.cwd()).is_relative_to(folder)))
 
 
 def shared_memory_of(process: psutil.Process) -> set[str]:

@@ -2,8 +2,8 @@
 
 Each engine is the leader of its own session, so that everything it starts (vLLM runs three processes per engine) can be
 found again by session id, even when a child was orphaned or has renamed itself. Its logs go to files, its temporary
-files and sockets into the run folder, and shared memory that it leaves behind when it has to be killed is removed.
-Where this process is killed itself, a second one does that in its place (`kvx.guard`).
+files and sockets into a folder that goes with it, and shared memory that it leaves behind when it has to be killed is
+removed. Where this process is killed itself, a second one does all that in its place (`kvx.guard`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -112,12 +113,12 @@ class EngineSettings:
 class Server:
     """One engine process and all that it started."""
 
-    def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes], log: Path, scratch: Path) -> None:
         self.name = settings.name
         self.url = f"http://{settings.host}:{settings.port}"
         self.log = log
         self._host, self._port = settings.host, settings.port
-        self._process = process
+        self._process, self._scratch = process, scratch
         self._known: set[psutil.Process] = set()
         self._shared_memory: set[str] = set()
 
@@ -178,7 +179,7 @@ class Server:
             self._process.terminate()
 
     def stop(self, deadline_s: float | None = None) -> None:
-        """End the engine: ask, wait until the deadline, kill what is left, and remove the shared memory it held."""
+        """End the engine: ask, wait until the deadline, kill what is left, and remove what it leaves behind."""
         self.terminate()
         wait_s = STOP_DEADLINE_S if deadline_s is None else deadline_s
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -186,8 +187,12 @@ class Server:
         _, left = psutil.wait_procs(
             [p for p in self._known if p.pid != self.pid], timeout=min(wait_s, processes.CHILDREN_DEADLINE_S)
         )
-        processes.end({*left, *self.processes()}, self._shared_memory)
+        self.note_resources()
+        if self.is_running():
+            self._process.kill()
         self._process.wait()
+        processes.end({*left, *self.processes()}, self._shared_memory)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _signal_all(self, number: signal.Signals) -> None:
         for process in self.processes():
@@ -233,17 +238,18 @@ class Servers:
         """Start an engine; it is not healthy yet. Trigger of EngineError: its port is in use."""
         require_free_port(settings.host, settings.port)
         log = self.logs / f"{settings.name}.log"
+        scratch = Path(tempfile.mkdtemp(prefix=f"{settings.name}-", dir=self._scratch.name))
         with log.open("wb") as output:
             process = subprocess.Popen(
                 settings.command(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                cwd=self._scratch.name,
-                env=settings.full_environment(Path(self._scratch.name)),
+                cwd=scratch,
+                env=settings.full_environment(scratch),
                 start_new_session=True,
             )
-        server = Server(settings, process, log)
+        server = Server(settings, process, log, scratch)
         self._running.append(server)
         return server
 
