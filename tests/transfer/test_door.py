@@ -301,6 +301,15 @@ def test_on_loopback_nixl_listens_nowhere_else(start_engines: StartEngines) -> N
     assert {address.split(":")[0] for address in addresses} == {"0100007F"}
 
 
+def test_mooncake_listens_everywhere_whatever_it_is_told(start_engines: StartEngines) -> None:
+    """Where this turns red, the library has learned it: say so in docs/security.md, and let the door trust it."""
+    told = {"MC_TCP_BIND_ADDRESS": "127.0.0.1", "KVX_MOONCAKE_HOST": "127.0.0.1"}
+    (owner,) = start_engines(EngineConfig("prefill", connectors=("mooncake",), environ=told))
+    assert owner.process.pid is not None
+    hosts = {address.split(":")[0] for address in listening_addresses(owner.process.pid)}
+    assert hosts & {"00000000", "0" * 32}
+
+
 def curve_folder(parent: Path, name: str) -> dict[str, str]:
     """A deployment's key pair, and the environment of an engine that has it."""
     folder = parent / name
