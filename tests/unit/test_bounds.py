@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import pytest
 import zmq
@@ -161,8 +162,6 @@ def test_claims_that_wait_and_readers_of_one_hold_have_a_bound(monkeypatch: pyte
 
 
 def test_questions_for_digests_that_wait_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    from concurrent.futures import Future
-
     monkeypatch.setattr(holder, "MOST_WAITING", 2)
     sent: list[Message] = []
     owner = Holder(_side(), lambda receiver, message: sent.append(message), dict)
