@@ -290,6 +290,11 @@ class Servers:
         self._sampler = threading.Thread(target=sample, name="kvx-memory", daemon=True)
         self._sampler.start()
 
+    def stop(self, server: Server) -> None:
+        """Stop one engine; another one may be started in its place."""
+        server.stop()
+        self._running.remove(server)
+
     def stop_all(self) -> None:
         """Stop every engine; they are asked all at once, so that they end side by side."""
         for server in self._running:

@@ -119,6 +119,20 @@ def test_everything_is_gone_after_a_signal(tmp_path, number):
     require_all_gone(engine, found)
 
 
+def test_one_that_was_killed_is_replaced_under_its_name_and_port(tmp_path):
+    settings = fake()
+    with Servers(tmp_path) as servers:
+        server = servers.start(settings)
+        servers.wait_healthy(30)
+        found = said(server.log)
+        os.kill(server.pid, signal.SIGKILL)
+        eventually(lambda: not server.is_running())
+        servers.stop(server)
+        require_all_gone(server, found)
+        servers.start(settings)
+        servers.wait_healthy(30)
+
+
 def test_a_run_that_ends_well_leaves_no_guard(tmp_path):
     before = set(psutil.Process().children())
     with Servers(tmp_path):

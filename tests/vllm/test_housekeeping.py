@@ -135,7 +135,7 @@ def test_nothing_is_left_of_an_engine(pair: Pair, side: str, role: str, number: 
         time.sleep(0.2)
     print(f"{side} {role} {number.name}: do not end by themselves: {[one.name() for one in victims if is_alive(one)]}")
     assert pair.running[other].is_healthy()
-    victim.stop()
+    pair.servers.stop(victim)
     assert not [one for one in victims if is_alive(one)]
     assert not [path for path in files if os.path.exists(path)]
     assert not Path(folder).exists()
