@@ -62,6 +62,6 @@ def promises(text: str) -> list[str]:
 def test_a_name_that_is_wrong_is_found() -> None:
     right = f"`tests/unit/{Path(__file__).name}::test_a_name_that_is_wrong_is_found`"
     assert missing(right) == []
-    for wrong in (right.replace("is_wrong", "is_no"), right.replace("test_docs", "no_docs")):
+    for wrong in (right.replace("is_wrong", "is_no"), right.replace("test_promises", "no_promises")):
         assert len(missing(wrong)) == 1
     assert promises(f"| a | shown by |\n|---|---|\n| x | {right} |\n\n| other |\n|---|\n| y |") == [f"| x | {right} |"]
