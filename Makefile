@@ -42,9 +42,9 @@ test-kit: setup ## All of the conformance kit, its table to build/kit.json; then
 	$(BIN)/python -m pytest -q -m "not gpu" --kvx-kit-json build/kit.json tests/kit
 	$(BIN)/python -m pytest -q -m "matrix and not gpu" tests --ignore=tests/kit
 
-test-faults: setup ## The table of faults, to build/faults.json: needs root, and `ip` of iproute2
+test-faults: setup ## The table of faults, to build/faults.json, and what engines leave behind: needs root, and `ip` of iproute2
 	mkdir -p build
-	$(BIN)/python -m pytest -q -m faults --kvx-faults-json build/faults.json tests/faults
+	$(BIN)/python -m pytest -q -m faults --kvx-faults-json build/faults.json tests/faults tests/vllm
 
 verify: setup ## Eight questions on one stock server and on a kvx pair: all must be identical
 	$(BIN)/kvx verify --limit 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +21,14 @@ from kvx.digest import DIGEST_NAME, GroupDigests, digester_of, request_digests
 from kvx.errors import ConnectorError, ConnectorStateError, KVXError
 from kvx.geometry import GroupGeometry
 from kvx.inject import Fault, Injector
-from kvx.metrics import HandoffMetrics
+from kvx.metrics import HandoffMetrics, is_logged
 from kvx.offload import Eviction
 from kvx.peer import EngineInfo, PeerDescriptor, VerifyMode
 from kvx.seal import DEFAULT_WINDOW_S
 from kvx.secret import Secret
 from kvx.tracing import HandoffTracer
 
+logger = logging.getLogger(__name__)
 FailurePolicy = Literal["recompute", "fail"]
 
 
@@ -300,6 +302,12 @@ class EngineSide:
                 )
             ]
         )
+
+    def internal_error(self, where: str) -> None:
+        """What must not happen, while it is handled: counted, and logged now and then, since it may come every turn."""
+        self.metrics.internal_errors += 1
+        if is_logged(self.metrics.internal_errors):
+            logger.exception("%s (internal error no. %d)", where, self.metrics.internal_errors)
 
     def fail(self, pull: Pull, error: KVXError) -> None:
         self.outbox.put(failed={pull.request_id: Failure.of(pull, error)})

@@ -11,10 +11,13 @@ KVXError
  |   +- ConnectorUnavailable (ImportError)  its library is not installed: `hint` says what to install
  |   +- ConnectorStateError            a connector call in a state that does not allow it
  |   +- PeerMismatch                   the two engines cannot exchange KV: `field`, `ours`, `theirs`
+ |   +- Crowded                        one of kvx's queues is full
  |   +- HandshakeError                 the side channel got an unreadable, oversized or refused message
  |   |   +- PeerDead                       the peer's process ended, or closed its connection
+ |   |   +- MalformedParams                what a client passed on does not say where a hand-off leads
  |   |   +- StaleGeneration                the peer's memory is not what it was when hands were shaken
  |   +- TransferError                  a transfer failed
+ |       +- TicketRefused                  a ticket is missing, forged, or of something else
  |       +- TransferCancelled              the engine asked for its end
  |       +- TransferTimeout (TimeoutError)  no answer before the deadline
  |           +- LeaseExpired                   the owner need not have kept the blocks any longer
@@ -86,6 +89,12 @@ class ConnectorStateError(ConnectorError):
     cause = "cache_changing"
 
 
+class Crowded(ConnectorError):
+    """One of kvx's queues is full, so that nothing more is taken until some of it has ended."""
+
+    cause = "crowded"
+
+
 class PeerMismatch(ConnectorError):
     """The two engines cannot exchange KV: `field` differs, `ours` here and `theirs` there."""
 
@@ -110,6 +119,12 @@ class PeerDead(HandshakeError):
     cause = "peer_dead"
 
 
+class MalformedParams(HandshakeError):
+    """`kv_transfer_params` name a hand-off, and not where it leads: a client or router changed them."""
+
+    cause = "malformed_params"
+
+
 class StaleGeneration(HandshakeError):
     """The peer's memory is not what it was when hands were shaken, or when it held the request."""
 
@@ -120,6 +135,12 @@ class TransferError(ConnectorError):
     """A transfer failed."""
 
     cause = "transfer_failed"
+
+
+class TicketRefused(TransferError):
+    """A ticket is missing or forged, or is of another hold, engine or place."""
+
+    cause = "ticket_refused"
 
 
 class TransferCancelled(TransferError):

@@ -25,9 +25,9 @@ from kvx.connector import Connector, ConnectorState
 from kvx.curve import Curve
 from kvx.digest_check import sampled_blocks, sampled_ranges
 from kvx.engine_side import EngineSide, Failure, HandoffEvents, HandoffSettings, Pull, Waiting
-from kvx.errors import ConnectorStateError, KVXError, LayoutError
+from kvx.errors import ConnectorStateError, Crowded, KVXError, LayoutError
 from kvx.geometry import GroupGeometry
-from kvx.handshake import RefusedMessage
+from kvx.handshake import Message, RefusedMessage
 from kvx.holder import Holder
 from kvx.holds import Hold
 from kvx.metrics import HandoffMetrics
@@ -58,6 +58,10 @@ FASTEST_POLL_S = 50e-6
 SLOWEST_POLL_S = 1e-3
 # The same while a peer's first transfer may set up its connection.
 SETUP_POLL_S = 200e-6
+# Holds and pulls whose outcome the engine has not taken; more are refused, and fail or free their own request.
+MOST_HOLDS = MOST_PULLS = 16384
+# Notes that the hand-off thread has not read; renewals are left out from here on.
+MOST_NOTES = 4 * MOST_PULLS
 
 
 class HandoffWorker:
@@ -80,9 +84,10 @@ class HandoffWorker:
         self._status_extra = status_extra
         self._curve = curve
         self._side = EngineSide(settings, info, connectors, self._post, secret)
-        self._holder = Holder(self._side, lambda receiver, message: self._server.send(receiver, message), self.status)
+        self._holder = Holder(self._side, self._reply, self.status)
         self._puller = Puller(self._side, self._open_link, self._close_link)
         self._pulling: set[str] = set()  # the engine's thread: pulls whose outcome it has not taken
+        self._holding: set[str] = set()  # the same of holds
         self._notes: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -154,15 +159,19 @@ class HandoffWorker:
 
         They may be freed when `poll` reports the request as released or expired. LayoutError: a block id that is not
         committed, or not one list for each layer group. ConnectorStateError: the cache is asleep or changing.
+        Crowded: MOST_HOLDS are held.
         """
         self._require_cache()
         self._check_blocks(blocks)
+        if len(self._holding) >= MOST_HOLDS:
+            raise Crowded(f"{MOST_HOLDS} requests are held already; read them faster, or shorten lease_s")
         now, lease_s = time.monotonic(), self._settings.lease_s if lease_s is None else lease_s
         kept = tuple(tuple(int(block) for block in of_group) for of_group in blocks)
         latest = now + max(lease_s, self._settings.max_hold_s)
         hold = Hold(request_id, kept, num_tokens, now + lease_s, lease_s, latest)
         if self._side.verifies:
             hold.digests = self._side.take_digests(self._digested(hold), 0, num_tokens, after=self._side.mark())
+        self._holding.add(request_id)
         self._post(lambda: self._holder.add(hold))
         if hold.digests is not None:  # after the note above, so that it is also seen after it
             hold.digests.add_done_callback(lambda _: self._post(lambda: self._holder.on_digests(hold)))
@@ -189,20 +198,27 @@ class HandoffWorker:
         self._post(lambda: self._holder.drop(request_id))
 
     def keep(self, waiting: Waiting) -> None:
-        """Renew the lease of a request's hold until its pull begins, which one of no tokens does as well."""
+        """Renew the lease of a request's hold until its pull begins, which one of no tokens does as well.
+
+        Behind MOST_NOTES others it is left out: the hand-off thread would come too late for it.
+        """
         self._require_open()
+        if len(self._notes) >= MOST_NOTES:
+            return
         self._post(lambda: self._puller.keep(waiting, time.monotonic()))
 
     def pull(self, pull: Pull) -> None:
         """Fetch a request's KV; with no tokens to fetch, only tell the owner that it may free its blocks.
 
         LayoutError: a destination block that is not committed. ConnectorStateError: the request's pull has not been
-        reported by `poll` yet, or the cache is asleep or changing.
+        reported by `poll` yet, or the cache is asleep or changing. Crowded: MOST_PULLS are on their way.
         """
         self._require_cache()
         self._check_blocks(pull.blocks)
         if pull.request_id in self._pulling:
             raise ConnectorStateError(f"request {pull.request_id} is being pulled already; take its outcome first")
+        if len(self._pulling) >= MOST_PULLS:
+            raise Crowded(f"{MOST_PULLS} pulls are on their way already; ask again when some have ended")
         self._pulling.add(pull.request_id)
         self._post(lambda: self._puller.start(pull, time.monotonic()))
 
@@ -219,6 +235,7 @@ class HandoffWorker:
         """What has ended since the last call, each request once."""
         events = self._side.outbox.take()
         self._pulling -= events.received | events.failed.keys()
+        self._holding -= events.released | events.expired
         return events
 
     def wait(self, timeout_s: float) -> bool:
@@ -344,9 +361,8 @@ class HandoffWorker:
         """Whatever goes wrong in one step is logged and counted; the thread lives on."""
         try:
             step()
-        except Exception:
-            self._side.metrics.internal_errors += 1
-            logger.exception("hand-off thread")
+        except Exception:  # noqa: BLE001  as above
+            self._side.internal_error("hand-off thread")
 
     def _turn(self) -> None:
         ready = dict(self._poller.poll(self._sleep_ms()))
@@ -377,6 +393,10 @@ class HandoffWorker:
         self._poll_s = FASTEST_POLL_S
         times = [moment for moment in (self._puller.next_time(), self._holder.next_time()) if moment is not None]
         return max(1, min(60_000, round((min(times) - now) * 1000) + 1)) if times else 60_000
+
+    def _reply(self, receiver: bytes, message: Message) -> None:
+        if not self._server.send(receiver, message):
+            self._side.metrics.refuse("unread")
 
     def _read_link(self, link: Link) -> None:
         try:

@@ -15,7 +15,7 @@ import zmq
 
 from kvx.addresses import endpoint_of
 from kvx.curve import read_curve
-from kvx.errors import HandshakeError, KVXError, LeaseExpired, StaleGeneration
+from kvx.errors import Crowded, HandshakeError, KVXError, LeaseExpired, StaleGeneration, TicketRefused
 from kvx.geometry import GroupGeometry
 from kvx.peer import EngineInfo, PeerDescriptor, VerifyMode
 from kvx.seal import MESSAGE_LIMIT_BYTES as MESSAGE_LIMIT_BYTES
@@ -137,7 +137,9 @@ Request = Hello | Claim | Renew | Digests | Release | Status
 Reply = Welcome | Claimed | Renewed | DigestPage | StatusReply | Refused
 T = TypeVar("T")
 # What a refusal is to the reader, by its `cause`; any other is a HandshakeError.
-REFUSALS: dict[str, type[KVXError]] = {kind.cause: kind for kind in (LeaseExpired, StaleGeneration)}
+REFUSALS: dict[str, type[KVXError]] = {
+    kind.cause: kind for kind in (Crowded, LeaseExpired, StaleGeneration, TicketRefused)
+}
 
 
 class _Header(msgspec.Struct):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvx.engine_side import EngineSide, Waiting
-from kvx.errors import HandshakeError
+from kvx.errors import Crowded
 from kvx.handshake import Renew, Renewed, Reply
 from kvx.owners import Owners
 from kvx.pull_state import ActivePull, Beat, Owner
@@ -33,12 +33,12 @@ class Heartbeat:
         self._waiting: dict[str, Beat] = {}  # by our request
 
     def keep(self, waiting: Waiting, now: float) -> None:
-        """Renew the hold of a request until its pull has `begun`."""
+        """Renew the hold of a request until its pull has `begun`. Crowded: as `Owners.get`."""
         self.begun(waiting.request_id)
         due = now + min(FIRST_RENEWAL_S, self._side.settings.lease_s / 3)
         beat = Beat(self._owners.get(waiting.host, waiting.port), waiting.remote_request_id, due)
         self._waiting[waiting.request_id] = beat
-        self._beats.add(beat)
+        self._add(beat)
 
     def begun(self, request_id: str) -> None:
         """The request waits no longer."""
@@ -50,7 +50,7 @@ class Heartbeat:
         """Renew what the pull has claimed, until `leave`."""
         due = pull.claim_sent + max(SHORTEST_BEAT_S, left_s / 3)
         pull.beat = Beat(pull.owner, pull.spec.remote_request_id, due, pull.kept_until, partial(self._kept, pull))
-        self._beats.add(pull.beat)
+        self._add(pull.beat)
 
     def leave(self, pull: ActivePull) -> None:
         """Idempotent."""
@@ -60,16 +60,18 @@ class Heartbeat:
 
     def lose(self, owner: Owner) -> None:
         """There is nobody to be asked any more."""
-        self._beats = {beat for beat in self._beats if beat.owner is not owner}
+        self._beats -= owner.beats
+        owner.beats.clear()
 
     def close(self) -> None:
-        self._beats.clear()
+        for beat in list(self._beats):
+            self._discard(beat)
         self._waiting.clear()
 
     def tick(self, now: float) -> None:
         for beat in [beat for beat in self._beats if beat.due is not None and now >= beat.due]:
             if beat not in self._beats or not self._owners.is_kept(beat.owner):
-                self._beats.discard(beat)
+                self._discard(beat)
             elif beat.owner.opened is None:
                 beat.due = now + SHORTEST_BEAT_S
                 self._open_owner(beat.owner)
@@ -83,7 +85,7 @@ class Heartbeat:
     def _ask(self, beat: Beat, now: float) -> None:
         try:
             beat.owner.link.ask(Renew(sequence=0, request_id=beat.request_id), partial(self._on_reply, beat, now))
-        except HandshakeError:  # its link is full: it has stopped reading
+        except Crowded:  # its link is full: it has stopped reading
             self._stop(beat)
 
     def _on_reply(self, beat: Beat, asked: float, reply: Reply) -> None:
@@ -109,7 +111,14 @@ class Heartbeat:
 
     def _stop(self, beat: Beat) -> None:
         """An owner that was only asked to renew is forgotten with its last beat."""
+        self._discard(beat)
+        if beat.owner.descriptor is None and beat.owner.is_idle:
+            self._owners.remove(beat.owner)
+
+    def _add(self, beat: Beat) -> None:
+        self._beats.add(beat)
+        beat.owner.beats.add(beat)
+
+    def _discard(self, beat: Beat) -> None:
         self._beats.discard(beat)
-        owner = beat.owner
-        if owner.descriptor is None and not owner.pulls and not any(other.owner is owner for other in self._beats):
-            self._owners.remove(owner)
+        beat.owner.beats.discard(beat)

@@ -9,8 +9,9 @@ from typing import Any
 
 from kvx import inject
 from kvx.engine_side import EngineSide
-from kvx.errors import KVXError, TransferError
+from kvx.errors import Crowded, KVXError, TicketRefused
 from kvx.handshake import (
+    REFUSALS,
     Claim,
     Digests,
     Hello,
@@ -24,6 +25,7 @@ from kvx.handshake import (
     welcome,
 )
 from kvx.holds import Hold, HoldTable, stale_covered
+from kvx.metrics import is_logged
 from kvx.sidechannel import reason_of
 from kvx.ticket import read_ticket
 
@@ -117,16 +119,20 @@ class Holder:
         try:
             self._answer(sender, request)
         except KVXError as error:
-            self._send(sender, Refused(sequence=request.sequence, reason=reason_of(error)))
+            if isinstance(error, TicketRefused):
+                self._count_refusal(error.cause, error)
+            cause = error.cause if error.cause in REFUSALS else ""
+            self._send(sender, Refused(sequence=request.sequence, reason=reason_of(error), cause=cause))
 
     def _refuse(self, sender: bytes, refused: RefusedMessage) -> None:
-        metrics = self._side.metrics
-        metrics.refuse(refused.cause)
-        # Strangers must not fill the log: the 1st, 2nd, 4th, 8th ... of each cause.
-        count = metrics.refused_by_cause[refused.cause]
-        if count & (count - 1) == 0:
-            logger.warning("refused a side channel message (%s no. %d): %r", refused.cause, count, reason_of(refused))
+        self._count_refusal(refused.cause, refused)
         self._send(sender, Refused(sequence=refused.sequence, reason=refused.reply or reason_of(refused)))
+
+    def _count_refusal(self, cause: str, error: KVXError) -> None:
+        """What others send must not fill the log."""
+        count = self._side.metrics.refuse(cause)
+        if is_logged(count):
+            logger.warning("refused a side channel message (%s no. %d): %r", cause, count, reason_of(error))
 
     def _answer(self, sender: bytes, request: Request) -> None:
         now = time.monotonic()
@@ -148,7 +154,10 @@ class Holder:
                 self._send(sender, StatusReply(sequence=request.sequence, status=self._status()))
 
     def _check_ticket(self, claim: Claim) -> None:
-        """TransferError: there is a secret, and no ticket of ours for just this hold."""
+        """TicketRefused: there is a secret, and no ticket of ours for just this hold.
+
+        StaleGeneration, LeaseExpired: it is of an earlier process of ours, or came too late.
+        """
         if self._side.secret is None:
             return
         engine_id = self._side.info.engine_id
@@ -156,14 +165,16 @@ class Holder:
         ticket.require_instance(self._side.instance)
         hold = self._table.holds.get(claim.request_id)
         if hold is not None and hold.num_tokens != ticket.num_tokens:
-            raise TransferError(
+            raise TicketRefused(
                 f"the ticket of request {claim.request_id} has {ticket.num_tokens} tokens, its hold {hold.num_tokens}"
             )
 
     def _answer_digests(self, sender: bytes, ask: Digests) -> None:
         hold = self._table.holds.get(ask.request_id)
         is_early = hold is not None and hold.digests is not None and not hold.digests.done()
-        if is_early and len(self._waiting_digests) < MOST_WAITING:
+        if is_early and len(self._waiting_digests) >= MOST_WAITING:
+            raise Crowded(f"{MOST_WAITING} questions for digests wait already; those of {ask.request_id} are not ready")
+        if is_early:
             self._waiting_digests.append((sender, ask))
             return
         self._send(sender, self._table.digest_page(ask))

@@ -18,7 +18,7 @@ from enum import StrEnum
 from itertools import takewhile
 
 from kvx.digest import GroupDigests
-from kvx.errors import HandshakeError, LeaseExpired, StaleGeneration
+from kvx.errors import Crowded, HandshakeError, LeaseExpired, StaleGeneration
 from kvx.handshake import Claim, Claimed, DigestPage, Digests, Message, Refused, Renew, Renewed
 
 KEPT_ENDINGS = 4096
@@ -117,9 +117,11 @@ class HoldTable:
         """Answer with the hold's own block ids; park the claim of a request that is not known yet."""
         hold = self.holds.get(claim.request_id)
         is_unknown = hold is None and claim.request_id not in self._endings
-        if is_unknown and len(self._parked) >= MOST_PARKED:
-            self._refuse(sender, claim, f"request {claim.request_id} is not held here, and {MOST_PARKED} claims wait")
-        elif is_unknown or (hold is not None and hold.is_awaiting_reuse):
+        must_wait = is_unknown or (hold is not None and hold.is_awaiting_reuse)
+        if must_wait and len(self._parked) >= MOST_PARKED:
+            reason = f"request {claim.request_id} is not held here, and {MOST_PARKED} claims wait"
+            self._refuse(sender, claim, reason, Crowded.cause)
+        elif must_wait:
             self._parked.append(_ParkedClaim(sender, claim, now + claim.wait_s))
         elif hold is None:
             self._refuse_ended(sender, claim)
@@ -127,7 +129,8 @@ class HoldTable:
             reason = f"request {claim.request_id} cannot be read: its owner's cache is changing"
             self._refuse(sender, claim, reason, StaleGeneration.cause)
         elif len(hold.readers) >= MOST_READERS and claim.reader not in hold.readers:
-            self._refuse(sender, claim, f"request {claim.request_id} is being read by {MOST_READERS} pulls already")
+            reason = f"request {claim.request_id} is being read by {MOST_READERS} pulls already"
+            self._refuse(sender, claim, reason, Crowded.cause)
         else:
             hold.readers.add(claim.reader)
             self.send(sender, self._claimed(hold, claim.sequence, now))

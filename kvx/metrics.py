@@ -10,6 +10,11 @@ KEPT_DURATIONS = 1000
 KEPT_MISMATCHES = 100
 
 
+def is_logged(count: int) -> bool:
+    """Of things that others can bring about, only the 1st, 2nd, 4th, 8th … are worth a line of the log."""
+    return count & (count - 1) == 0
+
+
 @dataclass
 class DigestMetrics:
     """Digests of what has moved: how many were to be compared, were compared, and differed, and the first of those."""
@@ -65,10 +70,11 @@ class HandoffMetrics(DigestMetrics):
         self.failed += 1
         self.failures[cause] = self.failures.get(cause, 0) + 1
 
-    def refuse(self, cause: str) -> None:
-        """One message of the side channel, in or out, that was not taken."""
+    def refuse(self, cause: str) -> int:
+        """One message of the side channel, in or out, that was not taken: how many of this cause there are now."""
         self.messages_refused += 1
         self.refused_by_cause[cause] = self.refused_by_cause.get(cause, 0) + 1
+        return self.refused_by_cause[cause]
 
     def as_status(self, holds: int) -> dict[str, Any]:
         """Plain values for msgpack and JSON. `holds`: how many are kept now."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from kvx.addresses import Resolver, numeric_address
 from kvx.connector import Connector, Op
 from kvx.engine_side import EngineSide
-from kvx.errors import ConnectorError, HandshakeError, KVXError, PeerMismatch
+from kvx.errors import ConnectorError, Crowded, HandshakeError, KVXError, PeerMismatch
 from kvx.handshake import Release, Welcome, descriptor
 from kvx.peer import Peer, PeerDescriptor, require_compatible
 from kvx.pull_state import ActivePull, Owner
@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 # How long an owner waits for its release after our engine has been told: on few cores, all that the release sets off
 # over there (the owner's engine steps) would come before our engine's next step (2 cores: 1 to 2 ms of 10).
 RELEASE_DELAY_S = 0.003
+# Engines that are known at once, each with a link and a library's connection. Their names and ports come from HTTP
+# clients, so one that nobody needs goes when another is asked for.
+MOST_OWNERS = 256
 # Host, port, and the host's address.
 OpenLink = Callable[[str, int, str], Link]
 
@@ -38,8 +41,26 @@ class Owners:
         return [owner.opened for owner in self._owners.values() if owner.opened is not None]
 
     def get(self, host: str, port: int) -> Owner:
-        """The record of the engine there; a new one has no link yet."""
-        return self._owners.setdefault((host, port), Owner((host, port)))
+        """The record of the engine there; a new one has no link yet, and takes the place of the longest unused one.
+
+        Crowded: MOST_OWNERS are in use.
+        """
+        owner = self._owners.pop((host, port), None)
+        if owner is None:
+            self._make_room()
+            owner = Owner((host, port))
+        self._owners[owner.place] = owner  # the last one used comes last
+        return owner
+
+    def _make_room(self) -> None:
+        if len(self._owners) < MOST_OWNERS:
+            return
+        idle = next((owner for owner in self._owners.values() if owner.is_idle), None)
+        if idle is None:
+            raise Crowded(
+                f"{MOST_OWNERS} engines are being read from already; ask again when some hand-offs have ended"
+            )
+        self.remove(idle)
 
     def open(self, owner: Owner, then: Callable[[Owner, KVXError | None], None]) -> None:
         """Give it a link, and tell `then`, with what went wrong. At once for an address; a name is looked up first."""
@@ -64,9 +85,8 @@ class Owners:
             owner.opened = self._open_link(*owner.place, address)
         except KVXError as error:
             return error
-        except Exception as error:
-            logger.exception("link to engine %s:%s", *owner.place)
-            self._side.metrics.internal_errors += 1
+        except Exception as error:  # noqa: BLE001  logged with its trace
+            self._side.internal_error("link to engine {}:{}".format(*owner.place))
             return HandshakeError(f"internal error: {error!r}")
         return None
 
@@ -95,7 +115,7 @@ class Owners:
         """It is over: tell the owner, so that it frees the blocks."""
         owner = pull.owner
         self._tell(pull)
-        if owner.descriptor is None and not owner.pulls:
+        if owner.descriptor is None and owner.is_idle:
             self.remove(owner)
 
     def release_soon(self, pull: ActivePull, now: float) -> None:
@@ -115,7 +135,7 @@ class Owners:
         release = Release(sequence=0, request_id=pull.spec.remote_request_id, reader=pull.reader)
         try:
             pull.owner.link.tell(release)
-        except HandshakeError as error:
+        except Crowded as error:
             logger.warning("request %s stays held until its lease ends: %s", release.request_id, error)
 
     def remove(self, owner: Owner) -> None:

@@ -29,6 +29,12 @@ class Owner:
     peer: Peer | None = None
     is_greeting: bool = False
     pulls: set[ActivePull] = field(default_factory=set)
+    beats: set[Beat] = field(default_factory=set)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody needs it now."""
+        return not self.pulls and not self.beats
 
     @property
     def link(self) -> Link:

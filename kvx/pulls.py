@@ -12,7 +12,6 @@ transfer touches its blocks any more.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,6 +22,7 @@ from kvx.connector import ConnectorState, Op, Transfer, TransferState
 from kvx.engine_side import EngineSide, Pull, Waiting
 from kvx.errors import (
     ConnectorStateError,
+    Crowded,
     HandshakeError,
     KVXError,
     LeaseExpired,
@@ -49,8 +49,6 @@ from kvx.pull_check import Checker
 from kvx.pull_state import ActivePull, Owner, Phase
 from kvx.sidechannel import Link
 from kvx.ticket import Ticket, read_ticket
-
-logger = logging.getLogger(__name__)
 
 # The most that one transfer moves: tens of milliseconds where the library copies inside the call.
 MOVE_BYTES = 64 << 20
@@ -82,7 +80,12 @@ class Puller:
         """
         if spec.request_id in self._pulls:
             raise ConnectorStateError(f"request {spec.request_id} is being pulled already")
-        owner = self._owners.get(spec.host, spec.port)
+        try:
+            owner = self._owners.get(spec.host, spec.port)
+        except Crowded as error:
+            self._heartbeat.begun(spec.request_id)
+            self._count_failure(spec, error)
+            return
         deadline = now + self._side.settings.transfer_deadline_s
         pull = ActivePull(spec, owner, self._side.new_reader_name(), started=now, deadline=deadline)
         pull.span_started = now
@@ -92,14 +95,14 @@ class Puller:
         self._guard(pull, self._begin)
 
     def keep(self, waiting: Waiting, now: float) -> None:
-        """Renew a request's hold until its pull begins; with a ticket that is none, the pull will say why not."""
+        """Renew a request's hold until its pull begins; where that cannot be, the pull will say why not."""
         if waiting.request_id in self._pulls:
             return
         try:
             self._require_ticket(waiting)
+            self._heartbeat.keep(waiting, now)
         except KVXError:
             return
-        self._heartbeat.keep(waiting, now)
 
     def cancel(self, request_id: str) -> None:
         """A request of the engine's: the pull ends as failed, once its blocks are safe."""
@@ -205,8 +208,8 @@ class Puller:
         pull.phase = Phase.GREET
         pull.times_greeted += 1
         if not owner.is_greeting:
-            owner.is_greeting = True
             owner.link.ask(Hello(sequence=0, engine_id=self._side.info.engine_id), partial(self._on_welcome, owner))
+            owner.is_greeting = True
 
     def _on_welcome(self, owner: Owner, reply: Reply) -> None:
         owner.is_greeting = False
@@ -342,9 +345,8 @@ class Puller:
             step(pull)
         except KVXError as error:
             self._fail(pull, error)
-        except Exception as error:
-            logger.exception("pull of request %s", pull.spec.request_id)
-            self._side.metrics.internal_errors += 1
+        except Exception as error:  # noqa: BLE001  logged with its trace
+            self._side.internal_error(f"pull of request {pull.spec.request_id}")
             self._fail(pull, TransferError(f"internal error: {error!r}"))
 
     def _fail(self, pull: ActivePull, cause: KVXError) -> None:
@@ -364,17 +366,20 @@ class Puller:
         for pull in list(pulls):
             try:
                 self._fail(pull, cause)
-            except Exception:
-                logger.exception("pull of request %s", pull.spec.request_id)
-                self._side.metrics.internal_errors += 1
+            except Exception:  # noqa: BLE001  the same
+                self._side.internal_error(f"pull of request {pull.spec.request_id}")
 
     def _end_failed(self, pull: ActivePull) -> None:
         self._forget(pull)
         assert pull.cause is not None, "what failed has a cause"
         if pull.spec.num_tokens:
-            self._side.metrics.failure(pull.cause.cause)
             self._trace(pull, pull.cause.cause)
-        self._side.fail(pull.spec, pull.cause)
+        self._count_failure(pull.spec, pull.cause)
+
+    def _count_failure(self, spec: Pull, cause: KVXError) -> None:
+        if spec.num_tokens:
+            self._side.metrics.failure(cause.cause)
+        self._side.fail(spec, cause)
 
     def _end_released(self, pull: ActivePull) -> None:
         """It had nothing to move: its claim was only to tell the owner that the blocks are not needed."""

@@ -2,7 +2,8 @@
 
 Each engine is the leader of its own session, so that everything it starts (vLLM runs three processes per engine) can be
 found again by session id, even when a child was orphaned or has renamed itself. Its logs go to files, its temporary
-files and sockets into the run folder, and shared memory that it leaves behind when it has to be killed is removed.
+files and sockets into a folder that goes with it, and shared memory that it leaves behind when it has to be killed is
+removed. Where this process is killed itself, a second one does all that in its place (`kvx.guard`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,16 +30,16 @@ from typing import Any, Self
 
 import psutil
 
+from kvx import processes
 from kvx.errors import EngineError
+from kvx.guard import Guard
 from kvx.vllm.compat import check_version
 
 START_DEADLINE_S = 600.0
 STOP_DEADLINE_S = 20.0
-CHILDREN_DEADLINE_S = 5.0  # what an engine's children get after the engine itself has ended
 # Without these names UCX tries slower ways on one host, and moves no GPU memory.
 UCX_TRANSPORTS = {"cpu": "tcp,self,cma", "cuda": "tcp,self,cma,cuda_copy,cuda_ipc"}
-_POLL_S = 0.2
-_SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)")
+_POLL_S, _NOTE_S = 0.2, 2.0
 _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 _NOISE = re.compile(
@@ -111,12 +113,12 @@ class EngineSettings:
 class Server:
     """One engine process and all that it started."""
 
-    def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes], log: Path, scratch: Path) -> None:
         self.name = settings.name
         self.url = f"http://{settings.host}:{settings.port}"
         self.log = log
         self._host, self._port = settings.host, settings.port
-        self._process = process
+        self._process, self._scratch = process, scratch
         self._known: set[psutil.Process] = set()
         self._shared_memory: set[str] = set()
 
@@ -146,14 +148,7 @@ class Server:
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the engine's session, and every descendant that left it."""
-        found: dict[int, psutil.Process] = {}
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.update({child.pid: child for child in psutil.Process(self.pid).children(recursive=True)})
-        for process in psutil.process_iter():
-            with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
-                if os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE:
-                    found[process.pid] = process
-        return list(found.values())
+        return processes.of_session(self.pid)
 
     def pause(self) -> None:
         """Freeze every process of the engine: it uses no processor until `resume`."""
@@ -174,7 +169,7 @@ class Server:
         """Remember the engine's processes and shared memory, so that both can be cleared away after it has died."""
         for process in self.processes():
             self._known.add(process)
-            self._shared_memory.update(_shared_memory_of(process))
+            self._shared_memory |= processes.shared_memory_of(process)
 
     def terminate(self) -> None:
         """Ask the engine to end; `stop` waits for it."""
@@ -184,23 +179,20 @@ class Server:
             self._process.terminate()
 
     def stop(self, deadline_s: float | None = None) -> None:
-        """End the engine: ask, wait until the deadline, kill what is left, and remove the shared memory it held."""
+        """End the engine: ask, wait until the deadline, kill what is left, and remove what it leaves behind."""
         self.terminate()
         wait_s = STOP_DEADLINE_S if deadline_s is None else deadline_s
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
         _, left = psutil.wait_procs(
-            [p for p in self._known if p.pid != self.pid], timeout=min(wait_s, CHILDREN_DEADLINE_S)
+            [p for p in self._known if p.pid != self.pid], timeout=min(wait_s, processes.CHILDREN_DEADLINE_S)
         )
-        left = list({*left, *self.processes()})
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        self.note_resources()
+        if self.is_running():
+            self._process.kill()
         self._process.wait()
-        psutil.wait_procs(left, timeout=CHILDREN_DEADLINE_S)
-        for path in self._shared_memory:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+        processes.end({*left, *self.processes()}, self._shared_memory)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _signal_all(self, number: signal.Signals) -> None:
         for process in self.processes():
@@ -213,6 +205,7 @@ class Servers:
 
     def __init__(self, logs: Path | None = None) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="kvx-", ignore_cleanup_errors=True)
+        self._guard = Guard(os.path.realpath(self._scratch.name))
         self.logs = logs if logs is not None else Path(tempfile.mkdtemp(prefix="kvx-logs-"))
         self.peak_memory_bytes = 0
         self._running: list[Server] = []
@@ -222,6 +215,7 @@ class Servers:
 
     def __enter__(self) -> Self:
         self.logs.mkdir(parents=True, exist_ok=True)
+        self._guard.open()
         if threading.current_thread() is threading.main_thread():
             for number in _STOPPING_SIGNALS:
                 self._handlers[number] = signal.signal(number, _exit_on_signal)
@@ -236,6 +230,7 @@ class Servers:
             if self._sampler is not None:
                 self._sampler.join()
             self._scratch.cleanup()
+            self._guard.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -243,17 +238,18 @@ class Servers:
         """Start an engine; it is not healthy yet. Trigger of EngineError: its port is in use."""
         require_free_port(settings.host, settings.port)
         log = self.logs / f"{settings.name}.log"
+        scratch = Path(tempfile.mkdtemp(prefix=f"{settings.name}-", dir=self._scratch.name))
         with log.open("wb") as output:
             process = subprocess.Popen(
                 settings.command(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                cwd=self._scratch.name,
-                env=settings.full_environment(Path(self._scratch.name)),
+                cwd=scratch,
+                env=settings.full_environment(scratch),
                 start_new_session=True,
             )
-        server = Server(settings, process, log)
+        server = Server(settings, process, log, scratch)
         self._running.append(server)
         return server
 
@@ -267,7 +263,7 @@ class Servers:
 
         Triggers of EngineError: an engine ended, or one did not answer before the deadline.
         """
-        started_s = time.monotonic()
+        started_s = noted_s = time.monotonic()
         for server in self._running if only is None else only:
             while not server.is_healthy():
                 for other in self._running:
@@ -276,6 +272,10 @@ class Servers:
                 if spent_s > deadline_s:
                     raise EngineError(f"the {server.name} engine was not ready after {spent_s:.0f} s; see {server.log}")
                 waiting(server, spent_s)
+                if time.monotonic() >= noted_s + _NOTE_S:  # one that dies while it starts leaves something, too
+                    noted_s = time.monotonic()
+                    for other in self._running:
+                        other.note_resources()
                 time.sleep(_POLL_S)
             server.note_resources()
 
@@ -289,6 +289,11 @@ class Servers:
 
         self._sampler = threading.Thread(target=sample, name="kvx-memory", daemon=True)
         self._sampler.start()
+
+    def stop(self, server: Server) -> None:
+        """Stop one engine; another one may be started in its place."""
+        server.stop()
+        self._running.remove(server)
 
     def stop_all(self) -> None:
         """Stop every engine; they are asked all at once, so that they end side by side."""
@@ -347,15 +352,6 @@ def meaningful_lines(log: str, count: int = 3) -> list[str]:
     causes = [line for line in lines if _EXCEPTION.match(line) and not any(c in line for c in _CONSEQUENCES)]
     chosen = list(dict.fromkeys(causes))[-1:] or lines[-count:]
     return [line[:600] for line in chosen] or ["(the log is empty)"]
-
-
-def _shared_memory_of(process: psutil.Process) -> Iterator[str]:
-    """Paths of the shared memory that a process has mapped."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-            match = _SHARED_MEMORY.search(line)
-            if match and not line.endswith("(deleted)"):
-                yield match.group(1)
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:

@@ -14,7 +14,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvx.addresses import endpoint, endpoint_of
 from kvx.curve import Curve
-from kvx.errors import ConnectorError, HandshakeError, KVXError
+from kvx.errors import ConnectorError, Crowded, HandshakeError, KVXError
 from kvx.handshake import (
     MESSAGE_LIMIT_BYTES,
     Message,
@@ -28,7 +28,13 @@ from kvx.handshake import (
 from kvx.seal import ReplySeal, RequestSeal
 
 # ZeroMQ drops a connection that sends more than this; between the limits we answer with a refusal.
-HARD_LIMIT_BYTES = 4 * MESSAGE_LIMIT_BYTES
+HARD_LIMIT_BYTES = MESSAGE_LIMIT_BYTES + (64 << 10)
+# Messages of one connection that wait for the hand-off thread; what is more waits at the sender, whom TCP tells.
+MOST_WAITING = 16
+# Messages that wait for the other side to read: a reply more is lost and counted, a request more is refused.
+MOST_UNSENT = 1024
+# Requests of one link whose reply is awaited; of more, the oldest reply will be ignored.
+MOST_ASKED = 16384
 # Requests that are read before the hand-off thread looks at its transfers again.
 MOST_AT_ONCE = 256
 # All that somebody without the secret, or with an old message, gets to know.
@@ -54,6 +60,9 @@ class Server:
         self._seal = seal or ReplySeal(None)
         self.socket = context.socket(zmq.ROUTER)
         try:
+            self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what is lost is lost without a word
+            self.socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
+            self.socket.setsockopt(zmq.SNDHWM, MOST_UNSENT)
             address = endpoint_of(host, port)
             self.socket.setsockopt(zmq.IPV6, "[" in address)
             self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
@@ -96,13 +105,20 @@ class Server:
             except RefusedMessage as error:
                 yield _receiver(frames[0], nonce), error
 
-    def send(self, receiver: bytes, message: Message) -> None:
-        """Without waiting: a receiver that is gone or does not read loses the message, its deadline tells it."""
+    def send(self, receiver: bytes, message: Message) -> bool:
+        """Without waiting: a receiver that is gone or does not read loses the message, its deadline tells it.
+
+        False when it does not read.
+        """
         name, nonce = receiver[1 + receiver[0] :], receiver[1 : 1 + receiver[0]]
         try:
             self.socket.send_multipart([name, self._seal.seal(message.sequence, nonce, encode(message))], zmq.NOBLOCK)
         except zmq.Again:
-            pass
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+        return True
 
     def _refuse(self, name: bytes, error: RefusedMessage) -> tuple[bytes, RefusedMessage]:
         if self._seal.is_strict:
@@ -136,6 +152,8 @@ class Link:
         try:
             self.socket.setsockopt(zmq.IPV6, "[" in where)
             self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
+            self.socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
+            self.socket.setsockopt(zmq.SNDHWM, MOST_UNSENT)
             if curve is not None:
                 curve.connect(self.socket)
             self.socket.connect(where)
@@ -147,12 +165,17 @@ class Link:
         self._waiting: dict[int, tuple[OnReply, bytes]] = {}
 
     def ask(self, message: Message, on_reply: OnReply) -> None:
-        """Send a request (its `sequence` is set here); the reply, if one comes, goes to `on_reply`."""
+        """Send a request (its `sequence` is set here); the reply, if one comes, goes to `on_reply`.
+
+        Crowded: MOST_UNSENT messages wait for the engine to read them.
+        """
         nonce = self._send(message)
         self._waiting[self._sequence] = on_reply, nonce
+        if len(self._waiting) > MOST_ASKED:
+            del self._waiting[next(iter(self._waiting))]
 
     def tell(self, message: Message) -> None:
-        """Send a message that has no reply."""
+        """Send a message that has no reply. Crowded: as `ask`."""
         self._send(message)
 
     def replies(self) -> Iterator[tuple[OnReply, Reply]]:
@@ -198,7 +221,7 @@ class Link:
         try:
             self.socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
-            raise HandshakeError(f"the side channel of {self.host}:{self.port} takes no more messages") from None
+            raise Crowded(f"the side channel of {self.host}:{self.port} takes no more messages") from None
         return nonce
 
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvx.errors import TransferError
+from kvx.errors import LeaseExpired, StaleGeneration, TicketRefused
 from kvx.secret import Secret
 
 VERSION = 1
@@ -38,24 +38,24 @@ class Ticket(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     expires_s: float
 
     def require_place(self, host: str, port: int) -> None:
-        """TransferError: somebody changed where the hand-off leads to."""
+        """TicketRefused: somebody changed where the hand-off leads to."""
         if host != self.host or not 0 <= port - self.port < len(self.instances):
-            raise TransferError(
+            raise TicketRefused(
                 f"the ticket of request {self.request_id} leads to {self.host} port {self.port}, not to {host:.80} "
                 f"port {port}; pass kv_transfer_params on as prefill gave them"
             )
 
     def require_tokens(self, num_tokens: int) -> None:
-        """TransferError: more than are held."""
+        """TicketRefused: more than are held."""
         if num_tokens > self.num_tokens:
-            raise TransferError(
+            raise TicketRefused(
                 f"the ticket of request {self.request_id} is for {self.num_tokens} tokens, {num_tokens} were asked for"
             )
 
     def require_instance(self, instance: str) -> None:
-        """TransferError: an earlier process of the engine wrote it."""
+        """StaleGeneration: an earlier process of the engine wrote it."""
         if instance not in self.instances:
-            raise TransferError(f"the ticket of request {self.request_id} is of an engine that has restarted since")
+            raise StaleGeneration(f"the ticket of request {self.request_id} is of an engine that has restarted since")
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -71,23 +71,23 @@ def write_ticket(secret: Secret, ticket: Ticket) -> str:
 def read_ticket(secret: Secret, text: str, *, request_id: str, engine_id: str, now_s: float | None = None) -> Ticket:
     """The ticket, when it is ours, in time, and for that request of that engine.
 
-    TransferError: it is missing, forged, of another request or engine, or has expired.
+    TicketRefused: it is missing, forged, or of another request or engine. LeaseExpired: it came too late.
     """
     if not text:
-        raise TransferError(
+        raise TicketRefused(
             f"the hand-off of request {request_id} has no ticket; give prefill the same secret, and pass kvx_ticket on"
         )
     ticket = _opened(secret, text)
     if ticket is None:
-        raise TransferError(f"the ticket of request {request_id} is not one that an engine with our secret signed")
+        raise TicketRefused(f"the ticket of request {request_id} is not one that an engine with our secret signed")
     if (ticket.request_id, ticket.engine_id) != (request_id, engine_id):
-        raise TransferError(
+        raise TicketRefused(
             f"the ticket is for request {ticket.request_id} of engine {ticket.engine_id}, not for {request_id:.80} of "
             f"{engine_id:.80}; pass kv_transfer_params on as prefill gave them"
         )
     now_s = time.time() if now_s is None else now_s
     if not now_s < ticket.expires_s:
-        raise TransferError(f"the ticket of request {request_id} expired {now_s - ticket.expires_s:.1f} s ago")
+        raise LeaseExpired(f"the ticket of request {request_id} expired {now_s - ticket.expires_s:.1f} s ago")
     return ticket
 
 

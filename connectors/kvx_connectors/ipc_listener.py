@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvx.errors import ConnectorError, KVXError
+from kvx.metrics import is_logged
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Listener:
         self._watched: dict[socket.socket, Callable[[], None]] = {}
         self._notes: deque[Callable[[], None]] = deque()
         self._wake_fd = -1
+        self._num_refused = 0
         self._stopping_until: float | None = None
         self._thread: threading.Thread | None = None
 
@@ -124,7 +126,9 @@ class Listener:
             connection.settimeout(ANSWER_S)
             send_all(connection, self._export())
         except (OSError, KVXError) as error:
-            logger.warning("memory is not shared with a process that asked: %s", error)
+            self._num_refused += 1
+            if is_logged(self._num_refused):
+                logger.warning("memory is not shared with a process that asked (no. %d): %s", self._num_refused, error)
             connection.close()
             return
         self._add(connection, lambda: self._remove(connection))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +13,12 @@ from ..ticket import LONGEST_TICKET, Ticket, write_ticket
 from . import settings
 from .bridge_offload import OffloadScheduler, OffloadWork, RankReport
 
-logger = logging.getLogger("vllm.kvx")
-
 ABSENT = -1
 #: vLLM's BlockPool keeps block 0 back and puts it where a sliding window has let a block go.
 NULL_BLOCK = 0
 LONGEST_HOST = 253
+#: Of engines and requests, as the side channel takes them.
+LONGEST_NAME = 1024
 #: Where a request's `kv_transfer_params` say that it was computed here because its hand-off failed, and why.
 FAILURE = "kvx_failure"
 #: kvx's own field of `kv_transfer_params`, beside vLLM's.
@@ -48,6 +47,8 @@ class PullWork:
     first_token: int
     num_tokens: int
     ticket: str = ""
+    #: Why it cannot lead anywhere: it fails as any other hand-off, under the same policy.
+    malformed: str = ""
 
 
 @dataclass
@@ -73,25 +74,29 @@ class RemotePrefill:
     port: int
     #: Checked by the worker's half, where its failure is a failed hand-off; empty where the client sent none.
     ticket: str = ""
+    #: What is wrong with the rest, in words.
+    malformed: str = ""
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> RemotePrefill | None:
-        """None when a field is missing or of the wrong kind, which is logged with the field's name."""
+    def of(cls, request: Any) -> RemotePrefill | None:
+        """Where a request's KV is to come from; None where it asks for no hand-off, or has had its one."""
+        params = request.kv_transfer_params
+        return cls.from_params(params) if params and params.get("do_remote_prefill") else None
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> RemotePrefill:
+        """With the name of a field that is missing or of the wrong kind in `malformed`."""
         wanted = {"remote_engine_id": str, "remote_request_id": str, "remote_host": str, "remote_port": int}
         for name, kind in wanted.items():
             value = params.get(name)
             if not isinstance(value, kind) or not value or isinstance(value, bool):
-                logger.warning(
-                    "kvx: kv_transfer_params.%s is %r, needs %s: prefilling here", name, value, kind.__name__
-                )
-                return None
-        if not 0 < params["remote_port"] < 65536 or len(params["remote_host"]) > LONGEST_HOST:
-            logger.warning(
-                "kvx: kv_transfer_params name %.80r port %r, which is no address: prefilling here",
-                params["remote_host"],
-                params["remote_port"],
-            )
-            return None
+                found = "empty" if isinstance(value, kind) and not value else type(value).__name__
+                return cls.nowhere(f"kv_transfer_params.{name} is {found}, needs {kind.__name__}")
+            if isinstance(value, str) and len(value) > LONGEST_NAME:
+                return cls.nowhere(f"kv_transfer_params.{name} has {len(value)} characters, at most {LONGEST_NAME} fit")
+        host, port = params["remote_host"], params["remote_port"]
+        if not 0 < port < 65536 or len(host) > LONGEST_HOST:
+            return cls.nowhere(f"kv_transfer_params name {host!r:.80} and a port, which are no address")
         ticket = params.get(TICKET)
         return cls(
             params["remote_engine_id"],
@@ -100,6 +105,12 @@ class RemotePrefill:
             params["remote_port"],
             ticket if isinstance(ticket, str) and len(ticket) <= LONGEST_TICKET else "",
         )
+
+    @classmethod
+    def nowhere(cls, malformed: str) -> RemotePrefill:
+        """Its fields are fit for a log; nothing is connected to."""
+        what_to_do = "pass kv_transfer_params on as prefill gave them"
+        return cls("unknown", "unknown", "unknown", 0, malformed=f"{malformed}; {what_to_do}")
 
 
 class BridgeScheduler:
@@ -127,9 +138,8 @@ class BridgeScheduler:
 
     def added(self, request: Any) -> None:
         """vLLM has queued the request; when it will have blocks for it nobody knows."""
-        params = request.kv_transfer_params
-        remote = RemotePrefill.from_params(params) if params and params.get("do_remote_prefill") else None
-        if remote is not None:
+        remote = RemotePrefill.of(request)
+        if remote is not None and not remote.malformed:
             self._work.waits.append(
                 Waiting(
                     request.request_id, remote.request_id, remote.engine_id, remote.host, remote.port, remote.ticket
@@ -141,8 +151,7 @@ class BridgeScheduler:
 
         From the prefill side where there is one, otherwise from host memory.
         """
-        params = request.kv_transfer_params
-        if params and params.get("do_remote_prefill") and RemotePrefill.from_params(params) is not None:
+        if RemotePrefill.of(request) is not None:
             tokens = request.num_prompt_tokens - num_computed_tokens
         else:
             tokens = self.offload.match(request, num_computed_tokens)
@@ -151,14 +160,14 @@ class BridgeScheduler:
     def blocks_allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Called when vLLM has given the request its blocks; once more after the load, with nothing left to do."""
         params = request.kv_transfer_params
-        remote = RemotePrefill.from_params(params) if params and params.get("do_remote_prefill") else None
-        if params and params.get("do_remote_prefill"):
+        remote = RemotePrefill.of(request)
+        if remote is not None:
             # Once: a hand-off that failed is never offered again.
             params["do_remote_prefill"] = False
             params.pop(FAILURE, None)  # ours to say
         chosen = self._kv_cache_config.select_transfer_block_ids([list(group) for group in block_ids])
         self.offload.admitted(request, chosen, 0 if remote is not None else num_external_tokens)
-        if remote is None:
+        if remote is None or (remote.malformed and not num_external_tokens):
             return
         first_token = request.num_prompt_tokens - num_external_tokens
         if num_external_tokens > 0:
@@ -175,7 +184,7 @@ class BridgeScheduler:
             # It ended before its hand-off began: the prefill side need not keep the blocks.
             remote = RemotePrefill.from_params(params)
             params["do_remote_prefill"] = False
-            if remote is not None:
+            if not remote.malformed:
                 self._pull(request.request_id, remote, (), 0, 0)
             return False, None
         if request.request_id in self._pulling:
@@ -268,6 +277,7 @@ class BridgeScheduler:
                 first_token,
                 num_tokens,
                 remote.ticket,
+                remote.malformed,
             )
         )
 

@@ -14,7 +14,7 @@ from .. import door, registry
 from ..cache import CacheState, RegionUser
 from ..connector import Connector
 from ..curve import read_curve
-from ..errors import CacheStateError, ConnectorError, KVXError
+from ..errors import CacheStateError, ConnectorError, KVXError, MalformedParams
 from ..handoff import CacheFollower, EngineInfo, Failure, HandoffWorker, Pull
 from ..layout import KVCacheLayout, require_block_compact
 from ..offload import HostPool
@@ -265,6 +265,8 @@ class BridgeWorker:
             ticket=pull.ticket,
         )
         try:
+            if pull.malformed:
+                raise MalformedParams(pull.malformed)
             self.handoff.pull(asked)
         except KVXError as error:
             if pull.num_tokens:

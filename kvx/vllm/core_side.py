@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from ..errors import EngineError
-from . import activation, allocation, compat, parking, settings
+from . import activation, allocation, compat, orphans, parking, settings
 from .device import GRANULARITY_BYTES, Measurement
 
 logger = logging.getLogger("vllm.kvx")
@@ -52,6 +52,7 @@ def _start_stock(original: Any, core: Any, vllm_config: Any, reason: str) -> Any
 def _start_growing(original: Any, core: Any, vllm_config: Any) -> Any:
     global _planning
     parking.use(vllm_config.device_config.device_type)
+    orphans.end_with_parent()
     fixed = vllm_config.cache_config.num_gpu_blocks_override
     _planning = True
     try:

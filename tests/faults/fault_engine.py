@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import signal
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -113,6 +114,12 @@ class FaultEngine(Engine):
         self.gate = Gate(self.connector)
         if config.offloads:
             self._open_offload()
+        signal.signal(signal.SIGTERM, self._on_terminate)
+
+    def _on_terminate(self, number: int, frame: Any) -> None:
+        """As vLLM ends its workers."""
+        self.close()
+        raise SystemExit
 
     # Requests
 

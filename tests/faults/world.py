@@ -73,6 +73,7 @@ class World:
         self._shared_memory = Path(tempfile.mkdtemp(prefix="kvx-faults-", dir="/dev/shm"))
         is_root = os.geteuid() == 0  # a quick cell does without; nothing is in the folder then
         self._seen_folder = str(self._shared_memory) if is_root else None
+        self._temporary = Path(tempfile.mkdtemp(prefix="kvx-faults-"))
         if self.network is not None:
             self.network.open()
         self.peer, self.well, self.reader = (self._start(name) for name in ("peer", "well", "reader"))
@@ -89,17 +90,27 @@ class World:
             if engine.process.is_alive():
                 engine.signal(signal.SIGCONT)
                 engine.stop()
-        left = [path.name for path in self._shared_memory.iterdir()]
-        shutil.rmtree(self._shared_memory)
+        left = self.files()
+        for folder in (self._shared_memory, self._temporary):
+            shutil.rmtree(folder)
         if self.network is not None:
             self.network.close()
-        assert not left, f"killed engines left {left} in shared memory"
+        assert not left, f"killed engines left {left}"
 
     def restart_peer(self, *, same_port: bool) -> None:
         """The same name and agent, at the address of before or at another one."""
         port = self.peer.port if same_port else 0
         self.peer.stop()
         self.peer = self._start("peer", port).ready()
+
+    def restart_reader(self) -> None:
+        """The same name, at another address."""
+        self.reader.stop()
+        self.reader = self._start("reader").ready()
+
+    def files(self) -> list[str]:
+        """What lies in the engines' /dev/shm (seen as root only) and among their temporary files."""
+        return [str(path) for folder in (self._shared_memory, self._temporary) for path in folder.iterdir()]
 
     # Requests
 
@@ -187,7 +198,7 @@ class World:
             assert engine.status()["digests"]["mismatched"] == 0
 
     def _start(self, name: str, port: int = 0) -> Remote:
-        host, network, environ = "127.0.0.1", None, {"KVX_SECRET": SECRET}
+        host, network, environ = "127.0.0.1", None, {"KVX_SECRET": SECRET, "TMPDIR": str(self._temporary)}
         if self.network is not None:
             is_peer = name == "peer"
             host, network = (PEER_ADDRESS if is_peer else READER_ADDRESS), self.network.names[0 if is_peer else 1]

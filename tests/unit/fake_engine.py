@@ -33,8 +33,10 @@ def main(port, mode):
     memory = shared_memory.SharedMemory(create=True, size=4096)
     resource_tracker.unregister(memory._name, "shared_memory")  # as after a kill: nobody cleans up
     memory.buf[0] = 1
+    unmapped = shared_memory.SharedMemory(create=True, size=4096)
+    unmapped.close()  # nothing leads to it but Python's tracker
     child = subprocess.Popen([sys.executable, "-c", CHILD])
-    print("SHARED", memory.name, "CHILD", child.pid, flush=True)
+    print("SHARED", memory.name, "UNMAPPED", unmapped.name, "CHILD", child.pid, flush=True)
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("TMP", os.environ["TMPDIR"], flush=True)

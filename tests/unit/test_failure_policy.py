@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_vllm_offload import bridge, request
 
-from kvx.errors import ConnectorError, HandshakeError, KVXError, LeaseExpired, StaleGeneration
+from kvx.errors import ConnectorError, HandshakeError, KVXError, LeaseExpired, StaleGeneration, TicketRefused
 from kvx.handoff import Failure, HandoffSettings, Waiting
 from kvx.handshake import Refused, Welcome, expect
 from kvx.metrics import HandoffMetrics
@@ -59,6 +59,7 @@ def test_the_policy_is_checked() -> None:
     [
         ("lease_expired", LeaseExpired),
         ("stale_generation", StaleGeneration),
+        ("ticket_refused", TicketRefused),
         ("", HandshakeError),
         ("x", HandshakeError),
     ],

@@ -131,3 +131,17 @@ def test_an_owner_that_is_lost_is_not_asked() -> None:
     pair.finish(transfer)
     assert pair.events().failed["r"].cause == "peer_dead"
     assert len(pair.links) == 1
+
+
+def test_a_pull_that_ends_while_it_greets_leaves_the_renewals_of_others() -> None:
+    pair = Pair()
+    pair.puller.keep(WAITING, time.monotonic())
+    pair.start(request_id="greets")
+    pair.puller.cancel("greets")
+    assert pair.events().failed.keys() == {"greets"}
+    due = pair.puller.next_time()
+    assert due is not None
+    pair.puller.tick(due)
+    assert renewals(pair) == 1
+    pair.link.answer(Renew, Refused(sequence=1, reason="no"))
+    assert pair.link.is_closed, "forgotten with its last beat"

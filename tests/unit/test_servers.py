@@ -40,7 +40,7 @@ class FakeSettings(EngineSettings):
 @pytest.fixture
 def short_stop(monkeypatch):
     monkeypatch.setattr("kvx.servers.STOP_DEADLINE_S", 0.5)
-    monkeypatch.setattr("kvx.servers.CHILDREN_DEADLINE_S", 0.5)
+    monkeypatch.setattr("kvx.processes.CHILDREN_DEADLINE_S", 0.5)
 
 
 def fake(mode="good", name="engine"):
@@ -50,7 +50,7 @@ def fake(mode="good", name="engine"):
 def said(log):
     """What the fake engine printed about itself."""
     words = log.read_text().split()
-    return {word: words[i + 1] for i, word in enumerate(words) if word in ("SHARED", "CHILD", "TMP")}
+    return {word: words[i + 1] for i, word in enumerate(words) if word in ("SHARED", "UNMAPPED", "CHILD", "TMP")}
 
 
 def is_alive(pid):
@@ -68,6 +68,7 @@ def require_all_gone(server, found):
     assert not is_alive(server.pid)
     assert not is_alive(int(found["CHILD"]))
     assert not Path("/dev/shm", found["SHARED"]).exists()
+    assert not Path("/dev/shm", found["UNMAPPED"]).exists()
     assert not Path(found["TMP"]).exists()
 
 
@@ -91,8 +92,9 @@ def test_everything_is_gone_after_an_exception(tmp_path):
     require_all_gone(server, found)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_everything_is_gone_after_a_signal(tmp_path, number):
+    """Of SIGKILL the run hears nothing: its guard clears away."""
     program = f"""
         import sys; sys.path.insert(0, {str(FAKE.parent)!r})
         import signal, time, test_servers
@@ -110,9 +112,34 @@ def test_everything_is_gone_after_a_signal(tmp_path, number):
         assert run.stdout.readline() == b"ready\n"
         (engine,) = [p for p in psutil.Process(run.pid).children() if str(FAKE) in p.cmdline()]
         found = said(tmp_path / "engine.log")
+        helpers = psutil.Process(run.pid).children()
         run.send_signal(number)
         assert run.wait(20) != 0
+    eventually(lambda: not any(is_alive(helper.pid) for helper in helpers))
     require_all_gone(engine, found)
+
+
+def test_one_that_was_killed_is_replaced_under_its_name_and_port(tmp_path):
+    settings = fake()
+    with Servers(tmp_path) as servers:
+        server = servers.start(settings)
+        servers.wait_healthy(30)
+        found = said(server.log)
+        os.kill(server.pid, signal.SIGKILL)
+        eventually(lambda: not server.is_running())
+        servers.stop(server)
+        require_all_gone(server, found)
+        servers.start(settings)
+        servers.wait_healthy(30)
+
+
+def test_a_run_that_ends_well_leaves_no_guard(tmp_path):
+    before = set(psutil.Process().children())
+    with Servers(tmp_path):
+        (guard,) = set(psutil.Process().children()) - before
+        assert "kvx.guard" in guard.cmdline()
+        assert os.getsid(guard.pid) == guard.pid, "a signal for our group is not for it"
+    assert not is_alive(guard.pid)
 
 
 def test_a_crash_leaves_nothing_behind(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvx.errors import TransferError
+from kvx.errors import LeaseExpired, StaleGeneration, TicketRefused
 from kvx.secret import Secret
 from kvx.ticket import LONGEST_TICKET, PURPOSE, Ticket, read_ticket, write_ticket
 
@@ -39,13 +39,13 @@ def test_it_comes_back_as_it_was_and_is_plain_text() -> None:
 def test_of_another_request_engine_or_time_it_is_refused() -> None:
     text = write_ticket(SECRET, TICKET)
     for changed in ({"request_id": "s"}, {"engine_id": "other"}):
-        with pytest.raises(TransferError, match="is for request r of engine prefill, not for"):
+        with pytest.raises(TicketRefused, match="is for request r of engine prefill, not for"):
             read(text, **changed)
-    with pytest.raises(TransferError, match=r"expired 0\.5 s ago"):
+    with pytest.raises(LeaseExpired, match=r"expired 0\.5 s ago"):
         read(text, now_s=1000.5)
-    with pytest.raises(TransferError, match="expired"):
+    with pytest.raises(LeaseExpired, match="expired"):
         read(write_ticket(SECRET, msgspec.structs.replace(TICKET, expires_s=float("nan"))))
-    with pytest.raises(TransferError, match="has no ticket; give prefill the same secret"):
+    with pytest.raises(TicketRefused, match="has no ticket; give prefill the same secret"):
         read("")
 
 
@@ -53,13 +53,13 @@ def test_it_leads_to_one_engine_and_its_ranks() -> None:
     TICKET.require_place("10.0.0.1", 5600)
     TICKET.require_place("10.0.0.1", 5601)
     for host, port in (("10.0.0.2", 5600), ("10.0.0.1", 5599), ("10.0.0.1", 5602)):
-        with pytest.raises(TransferError, match=r"leads to 10\.0\.0\.1 port 5600, not to"):
+        with pytest.raises(TicketRefused, match=r"leads to 10\.0\.0\.1 port 5600, not to"):
             TICKET.require_place(host, port)
     TICKET.require_tokens(40)
-    with pytest.raises(TransferError, match="is for 40 tokens, 41 were asked for"):
+    with pytest.raises(TicketRefused, match="is for 40 tokens, 41 were asked for"):
         TICKET.require_tokens(41)
     TICKET.require_instance("two")
-    with pytest.raises(TransferError, match="has restarted since"):
+    with pytest.raises(StaleGeneration, match="has restarted since"):
         TICKET.require_instance("three")
 
 
@@ -71,7 +71,7 @@ def test_it_leads_to_one_engine_and_its_ranks() -> None:
      write_ticket(Secret(b"another secret of tests"), TICKET)],
 )  # fmt: skip
 def test_what_no_engine_with_our_secret_wrote_is_refused(text: str) -> None:
-    with pytest.raises(TransferError, match="is not one that an engine with our secret signed"):
+    with pytest.raises(TicketRefused, match="is not one that an engine with our secret signed"):
         read(text)
 
 
@@ -83,7 +83,7 @@ def test_one_ticket_has_one_text() -> None:
     same = [twin for twin in twins if base64.urlsafe_b64decode(twin) == base64.urlsafe_b64decode(text) and twin != text]
     assert same, "the trouble exists"
     for twin in same:
-        with pytest.raises(TransferError, match="is not one that"):
+        with pytest.raises(TicketRefused, match="is not one that"):
             read(twin, request_id="rr")
 
 
@@ -93,5 +93,5 @@ def test_any_change_is_refused(place: int, character: str, tail: str) -> None:
     place %= len(text)
     for wrong in (text[:place] + character + text[place + 1 :], text[:place], text + tail):
         if wrong != text:
-            with pytest.raises(TransferError):
+            with pytest.raises(TicketRefused):
                 read(wrong)

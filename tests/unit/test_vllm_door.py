@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -81,8 +82,7 @@ def test_decode_takes_a_ticket_that_is_a_text_and_no_more(
 ) -> None:
     params = prefilled(monkeypatch, secret=None)
     found = RemotePrefill.from_params(params | {"kvx_ticket": sent})
-    assert found is not None
-    assert found.ticket == taken
+    assert (found.malformed, found.ticket) == ("", taken)
     scheduler = BridgeScheduler(vllm_config(), CacheConfig())
     request = SimpleNamespace(
         request_id="d", kv_transfer_params=params | {"kvx_ticket": sent}, num_computed_tokens=0, num_prompt_tokens=32
@@ -90,6 +90,52 @@ def test_decode_takes_a_ticket_that_is_a_text_and_no_more(
     scheduler.blocks_allocated(request, [[5, 6]], 31)
     (work,) = scheduler._work.pulls
     assert work.ticket == taken
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"remote_engine_id": None}, "remote_engine_id is NoneType, needs str"),
+        ({"remote_request_id": ""}, "remote_request_id is empty, needs str"),
+        ({"remote_request_id": "x" * 1025}, "remote_request_id has 1025 characters, at most 1024 fit"),
+        ({"remote_host": ["10.0.0.1"]}, "remote_host is list, needs str"),
+        ({"remote_host": "h" * 254}, "name 'hhhh.* and a port, which are no address"),
+        ({"remote_port": "5600"}, "remote_port is str, needs int"),
+        ({"remote_port": True}, "remote_port is bool, needs int"),
+        ({"remote_port": 65536}, "'127.0.0.1' and a port, which are no address"),
+        ({"remote_port": -1}, "which are no address"),
+        ({"remote_port": 10**5000}, "which are no address"),
+    ],
+)
+def test_what_leads_nowhere_is_a_hand_off_that_fails(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, object], what: str
+) -> None:
+    """Not a prompt that is computed here whatever the policy says."""
+    params = prefilled(monkeypatch, secret=None) | changed
+    scheduler = BridgeScheduler(vllm_config(), CacheConfig())
+    request = SimpleNamespace(request_id="d", kv_transfer_params=params, num_computed_tokens=0, num_prompt_tokens=32)
+    scheduler.added(request)
+    assert scheduler._work.waits == [], "nobody to be asked for a longer lease"
+    assert scheduler.match(request, 16) == (16, True)
+    scheduler.blocks_allocated(request, [[5, 6]], 16)
+    (work,) = scheduler._work.pulls
+    assert re.search(what, work.malformed)
+    assert "pass kv_transfer_params on as prefill gave them" in work.malformed
+    assert (work.num_tokens, work.host, work.port) == (16, "unknown", 0)
+    scheduler.arrived(["d"], ["d"], None)
+    assert scheduler.match(request, 16) == (0, False), "never offered again"
+
+
+def test_what_leads_nowhere_is_nothing_where_nothing_is_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = BridgeScheduler(vllm_config(), CacheConfig())
+    for name, step in (("cached", scheduler.blocks_allocated), ("aborted", None)):
+        params = prefilled(monkeypatch, secret=None) | {"remote_port": 0}
+        request = SimpleNamespace(request_id=name, kv_transfer_params=params, num_prompt_tokens=32)
+        if step is not None:
+            step(request, [[5, 6]], 0)
+        else:
+            assert scheduler.finished(request, [[5, 6]]) == (False, None)
+        assert scheduler._work.pulls == []
 
 
 def test_allowed_hosts_come_as_a_list_of_json() -> None:

@@ -93,3 +93,18 @@ def test_fail_ends_the_request_with_vllms_error_and_the_engine_lives(pair: Runni
     assert answer.status_code == 500, answer.text
     nothing_is_left(pair, pair.prefill.url, pair.sides.prefill_side_port)
     assert not pair.single(ask("afterwards", tokens(100, seed=3))).error
+
+
+def test_params_that_lead_nowhere_end_as_the_policy_says(pair: RunningPair) -> None:
+    """A client or router changed them: never a prompt that is computed here without a word."""
+    for url, status_code in ((pair.decode.url, 200), (pair.prefill.url, 500)):
+        wanted = ask(f"nowhere {status_code}", tokens(300, seed=status_code))
+        answer = from_nobody(url, wanted, port=0)
+        assert answer.status_code == status_code, answer.text
+        if status_code == 200:
+            found = answer.json()
+            assert tuple(found["choices"][0]["token_ids"]) == pair.single(wanted).tokens
+            assert found["kv_transfer_params"]["kvx_failure"]["cause"] == "malformed_params"
+    for status in (pair.decode_status(), pair.prefill_status()):
+        assert status["transfer"]["failures"]["malformed_params"] == 1
+    assert "kv_transfer_params.remote_port is empty, needs int" in pair.decode.log.read_text()
