@@ -10,7 +10,7 @@ from functools import partial
 from kvx.digest import GroupDigests
 from kvx.digest_check import DigestCheck
 from kvx.engine_side import EngineSide
-from kvx.errors import HandshakeError, VerificationError
+from kvx.errors import StaleGeneration, VerificationError
 from kvx.handshake import DigestPage, Digests, Reply, expect
 from kvx.pull_state import ActivePull, Phase
 
@@ -26,8 +26,8 @@ class Checker:
     def start(self, pull: ActivePull, now: float) -> None:
         """Ask for the owner's digests and take ours at the same time."""
         spec, theirs = pull.spec, pull.owner.descriptor
-        if theirs is None:
-            raise HandshakeError("the owner is gone before its digests were asked for")
+        if theirs is None or theirs is not pull.claimed_from:
+            raise StaleGeneration("the owner's regions changed before its digests were asked for; ask again")
         self._side.injected_flip(spec.blocks, spec.first_token, spec.num_tokens)
         pull.phase, pull.deadline = Phase.CHECK, now + self._side.settings.transfer_deadline_s
         check = DigestCheck(

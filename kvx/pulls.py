@@ -247,7 +247,7 @@ class Puller:
         if pull.phase is not Phase.CLAIM or pull.cause is not None:
             return
         claimed = expect(reply, Claimed)
-        theirs = pull.owner.descriptor
+        theirs = pull.owner.descriptor if pull.owner.is_connected else None
         if theirs is None or (claimed.instance, claimed.generation) != (theirs.instance, theirs.generation):
             if pull.times_greeted > 1:
                 raise StaleGeneration("the owner's regions change faster than they can be read; ask again")
@@ -271,7 +271,7 @@ class Puller:
                 f"request {pull.spec.remote_request_id} is held with {claimed.num_tokens} tokens, "
                 f"tokens up to {pull.spec.first_token + pull.spec.num_tokens} were asked for"
             )
-        pull.moved = self._plan(pull, claimed, theirs)
+        pull.claimed_from, pull.moved = theirs, self._plan(pull, claimed, theirs)
         pull.phase = Phase.MOVE
         pull.span("plan", time.monotonic())
         if not len(pull.moved):
@@ -283,10 +283,13 @@ class Puller:
     def _submit_next(self, pull: ActivePull) -> None:
         """One piece at a time: the library may copy inside the call, and the side channel waits meanwhile."""
         owner = pull.owner
-        if owner.connector is None or owner.peer is None:
-            raise HandshakeError("the owner is gone before everything was read")
+        if owner.connector is None or owner.peer is None or owner.descriptor is not pull.claimed_from:
+            raise StaleGeneration("the owner's regions changed before everything was read; ask again")
         if owner.connector.state is not ConnectorState.OPEN:
             raise ConnectorStateError(f"connector {owner.connector.name} is closed while the cache changes; ask again")
+        if not owner.peer.connected:
+            place = f"{pull.spec.host}:{pull.spec.port}"
+            raise TransferError(f"the connection to engine {place} ended before everything was read; ask again")
         deadline_s = min(self._side.settings.transfer_deadline_s, max(0.0, pull.kept_until - time.monotonic()))
         pull.connector = owner.connector
         transfer = pull.connector.submit(Op.READ, owner.peer, pull.pieces.pop(0), deadline_s=deadline_s)

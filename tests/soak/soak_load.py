@@ -92,9 +92,7 @@ class Load:
         self._group = group_geometry(make_geometry(world.reader.config), 0, HeadRange(0, heads, heads))
         self._laps = range(lap, hand_offs + 1, lap)
         # One kill before anything is measured: libraries take some things for good with the first.
-        self._kill_at = deque(
-            sorted([self._rng.randrange(lap), *self._rng.sample(range(lap, hand_offs), kills - 1)])
-        )
+        self._kill_at = deque(sorted([self._rng.randrange(lap), *self._rng.sample(range(lap, hand_offs), kills - 1)]))
         self.tally, self.looks = Tally(), list[Look]()
         self._killed: set[Remote] = set()
         self._running: dict[str, Request] = {}  # at decode

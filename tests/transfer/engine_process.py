@@ -327,7 +327,9 @@ class Engine:
 
         kernel, size = group.kernel_block_size_tokens, group.block_size_tokens
         inside = tokens % size
-        return torch.tensor(blocks, dtype=torch.int64)[tokens // size] * (size // kernel) + inside // kernel, inside % kernel
+        return torch.tensor(blocks, dtype=torch.int64)[tokens // size] * (
+            size // kernel
+        ) + inside // kernel, inside % kernel
 
     def _place(self, index: int, blocks: list[int], num_tokens: int, content: Any) -> None:
         import torch

@@ -282,6 +282,50 @@ def test_large_pulls_move_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pair.side.metrics.bytes == 2560
 
 
+def test_the_next_piece_needs_the_connection_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library ends it with another transfer's failure: NIXL learns so of a dead peer, before its link does."""
+    monkeypatch.setattr(pulls, "MOVE_BYTES", 512)
+    pair = Pair()
+    first = pair.moving()
+    first.peer.connected = False
+    pair.finish(first)
+    failure = pair.events().failed["r"]
+    assert (failure.cause, failure.text) == (
+        "transfer_failed", "the connection to engine 10.0.0.1:1 ended before everything was read; ask again",
+    )  # fmt: skip
+
+
+def test_a_connection_that_ends_before_the_first_piece_is_made_again() -> None:
+    pair = Pair()
+    transfer = pair.moving()
+    pair.start(request_id="second")
+    pair.finish(transfer)
+    transfer.peer.connected = False
+    pair.claimed()
+    assert pair.events().received == {"r"}
+    pair.welcome()
+    pair.claimed()
+    pair.finish(pair.transfer)
+    assert pair.events().received == {"second"}
+
+
+@pytest.mark.parametrize("move_bytes", [512, 1 << 20])
+def test_nothing_more_is_read_of_an_owner_that_changed(monkeypatch: pytest.MonkeyPatch, move_bytes: int) -> None:
+    """The pull was asked to stop, and its transfer was complete all the same; its owner is connected anew by then."""
+    monkeypatch.setattr(pulls, "MOVE_BYTES", move_bytes)
+    pair = Pair(verify=True)
+    transfer = pair.moving()
+    pair.start(request_id="second")
+    pair.claimed(generation=2)
+    pair.theirs = dataclasses.replace(pair.theirs, generation=2)
+    pair.welcome()
+    pair.connector._finish(transfer, pulls.TransferState.DONE)
+    pair.puller.on_transfer(pair.connector.poll().finished[0])
+    assert pair.events().failed["r"].cause == "stale_generation"
+    assert len(pair.connector.copies) == 1
+    assert not [message for message, _ in pair.link.asked if isinstance(message, Digests)]
+
+
 def test_the_same_request_twice_is_refused_without_an_outcome() -> None:
     pair = Pair()
     pair.start()
