@@ -26,7 +26,7 @@ class Checker:
     def start(self, pull: ActivePull, now: float) -> None:
         """Ask for the owner's digests and take ours at the same time."""
         spec, theirs = pull.spec, pull.owner.descriptor
-        if theirs is None or theirs is not pull.claimed_from:
+        if theirs is None or theirs.opening != pull.claimed_from:
             raise StaleGeneration("the owner's regions changed before its digests were asked for; ask again")
         self._side.injected_flip(spec.blocks, spec.first_token, spec.num_tokens)
         pull.phase, pull.deadline = Phase.CHECK, now + self._side.settings.transfer_deadline_s

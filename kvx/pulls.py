@@ -248,7 +248,7 @@ class Puller:
             return
         claimed = expect(reply, Claimed)
         theirs = pull.owner.descriptor if pull.owner.is_connected else None
-        if theirs is None or (claimed.instance, claimed.generation) != (theirs.instance, theirs.generation):
+        if theirs is None or (claimed.instance, claimed.generation) != theirs.opening:
             if pull.times_greeted > 1:
                 raise StaleGeneration("the owner's regions change faster than they can be read; ask again")
             self._owners.disconnect(pull.owner)
@@ -271,7 +271,7 @@ class Puller:
                 f"request {pull.spec.remote_request_id} is held with {claimed.num_tokens} tokens, "
                 f"tokens up to {pull.spec.first_token + pull.spec.num_tokens} were asked for"
             )
-        pull.claimed_from, pull.moved = theirs, self._plan(pull, claimed, theirs)
+        pull.claimed_from, pull.moved = theirs.opening, self._plan(pull, claimed, theirs)
         pull.phase = Phase.MOVE
         pull.span("plan", time.monotonic())
         if not len(pull.moved):
@@ -283,7 +283,7 @@ class Puller:
     def _submit_next(self, pull: ActivePull) -> None:
         """One piece at a time: the library may copy inside the call, and the side channel waits meanwhile."""
         owner = pull.owner
-        if owner.connector is None or owner.peer is None or owner.descriptor is not pull.claimed_from:
+        if owner.connector is None or owner.peer is None or owner.opening != pull.claimed_from:
             raise StaleGeneration("the owner's regions changed before everything was read; ask again")
         if owner.connector.state is not ConnectorState.OPEN:
             raise ConnectorStateError(f"connector {owner.connector.name} is closed while the cache changes; ask again")
