@@ -36,11 +36,6 @@ class Owner:
         return self.opened
 
     @property
-    def opening(self) -> tuple[str, int] | None:
-        """Of its memory, as far as we know it."""
-        return None if self.descriptor is None else self.descriptor.opening
-
-    @property
     def is_connected(self) -> bool:
         return self.descriptor is not None and self.peer is not None and self.peer.connected
 
@@ -69,7 +64,7 @@ class ActivePull:
     """One pull on its way. Times are monotonic; `kept_until` is our own clock's bound on the owner's lease.
 
     `reader` is this pull's name to the owner: no other pull has it, not even a later one of the same request.
-    `claimed_from`: the owner's opening that its block ids came from; they mean nothing to a later one.
+    `claimed_from`: the owner as it was when its block ids came; they mean nothing in a later opening.
     """
 
     spec: Pull
@@ -81,7 +76,7 @@ class ActivePull:
     claim_sent: float = 0.0
     kept_until: float = 0.0
     has_claimed: bool = False
-    claimed_from: tuple[str, int] | None = None
+    claimed_from: PeerDescriptor | None = None
     held_tokens: int = 0
     times_greeted: int = 0
     connector: Connector | None = None  # that moves `transfers`

@@ -23,7 +23,6 @@ from kvx.connector import ConnectorState, Op, Transfer, TransferState
 from kvx.engine_side import EngineSide, Pull, Waiting
 from kvx.errors import (
     ConnectorStateError,
-    HandshakeError,
     KVXError,
     LeaseExpired,
     PeerDead,
@@ -271,7 +270,7 @@ class Puller:
                 f"request {pull.spec.remote_request_id} is held with {claimed.num_tokens} tokens, "
                 f"tokens up to {pull.spec.first_token + pull.spec.num_tokens} were asked for"
             )
-        pull.claimed_from, pull.moved = theirs.opening, self._plan(pull, claimed, theirs)
+        pull.claimed_from, pull.moved = theirs, self._plan(pull, claimed, theirs)
         pull.phase = Phase.MOVE
         pull.span("plan", time.monotonic())
         if not len(pull.moved):
@@ -282,12 +281,13 @@ class Puller:
 
     def _submit_next(self, pull: ActivePull) -> None:
         """One piece at a time: the library may copy inside the call, and the side channel waits meanwhile."""
-        owner = pull.owner
-        if owner.connector is None or owner.peer is None or owner.opening != pull.claimed_from:
+        owner, asked = pull.owner, pull.claimed_from
+        assert asked is not None, "blocks are read of an owner that named them"
+        if owner.descriptor is not None and owner.descriptor.opening != asked.opening:
             raise StaleGeneration("the owner's regions changed before everything was read; ask again")
-        if owner.connector.state is not ConnectorState.OPEN:
+        if owner.connector is not None and owner.connector.state is not ConnectorState.OPEN:
             raise ConnectorStateError(f"connector {owner.connector.name} is closed while the cache changes; ask again")
-        if not owner.peer.connected:
+        if owner.connector is None or owner.peer is None or not owner.peer.connected:
             place = f"{pull.spec.host}:{pull.spec.port}"
             raise TransferError(f"the connection to engine {place} ended before everything was read; ask again")
         deadline_s = min(self._side.settings.transfer_deadline_s, max(0.0, pull.kept_until - time.monotonic()))

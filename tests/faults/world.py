@@ -219,8 +219,8 @@ class World:
         connector = "nixl" if self.offloads else self.connector
         config = FaultConfig(
             name, agent_name=f"{name} of the faults", connectors=(connector,), settings=settings, environ=environ,
-            num_blocks=self._num_blocks, capacity_blocks=self._num_blocks + 448, network=network, offloads=self.offloads,
-            shared_memory=self._seen_folder,
+            num_blocks=self._num_blocks, capacity_blocks=self._num_blocks + 448, network=network,
+            offloads=self.offloads, shared_memory=self._seen_folder,
         )  # fmt: skip
         self._started.append(Remote(config, self._engine))
         return self._started[-1]

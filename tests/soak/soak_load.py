@@ -68,6 +68,8 @@ class Tally:
     kills: int = 0
     prompts_lost: int = 0
     digests_due: int = 0
+    digests: dict[str, int] = field(default_factory=lambda: {"compared": 0, "differing": 0})
+    failures_due: Counter[str] = field(default_factory=Counter)
 
     @property
     def ended(self) -> int:
@@ -78,6 +80,7 @@ class Tally:
             "hand_offs": self.ended, "received": self.received, "released_unread": self.released,
             "aborts": dict(self.aborts), "failures": {why: dict(causes) for why, causes in self.failures.items()},
             "kills": self.kills, "prompts_lost_to_kills": self.prompts_lost, "answers_wrong": self.wrong,
+            "digests": self.digests,
         }  # fmt: skip
 
 
@@ -102,7 +105,7 @@ class Load:
 
     def run(self) -> None:
         """AssertionError: what a soak run must not show."""
-        self._checked_before = self._world.reader.status()["digests"]["checked"]
+        self._compared_before = self._world.reader.status()["digests"]["checked"]
         for end in self._laps:
             while self.tally.ended < end:
                 self._turn(end)
@@ -174,6 +177,7 @@ class Load:
             is_aborted = (request.abort, cause) in {(Abort.READER, "cancelled"), (Abort.OWNER, "refused")}
             assert is_aborted or request.owner in self._killed, f"{request} failed, and nothing explains it: {ended}"
             tally.failures["abort" if is_aborted else "kill"][cause] += 1
+            tally.failures_due[cause] += request.abort is not Abort.UNWANTED  # which moves nothing
         elif request.abort is Abort.UNWANTED:
             tally.released += 1
         else:
@@ -229,11 +233,21 @@ class Load:
         self.tally.digests_due += 2 * TOKENS * self._group.heads.count
         world.require_blocks_back()
         world.require_no_internal_errors()
-        checked = world.reader.status()["digests"]["checked"] - self._checked_before
-        assert checked == self.tally.digests_due, f"{checked} digests compared, {self.tally.digests_due} are due"
+        self._require_counted()
         world.note_footprints()
         world.require_nothing_leaked()
-        self.looks.append(Look(end, world.reader.look(), world.well.look()))
+        self.looks.append(Look(end, {"decode": world.reader.look(), "prefill": world.well.look()}))
+
+    def _require_counted(self) -> None:
+        """kvx's own counters say what happened."""
+        tally, decode, prefill = self.tally, self._world.reader.status(), self._world.well.status()
+        tally.digests = {
+            "compared": decode["digests"]["checked"] - self._compared_before,
+            "differing": decode["digests"]["mismatched"],
+        }
+        assert tally.digests == {"compared": tally.digests_due, "differing": 0}, f"{tally.digests_due} digests are due"
+        assert decode["transfer"]["failures"] == {cause: n for cause, n in tally.failures_due.items() if n}
+        assert prefill["handoff"]["expired"] == 0, "whoever gives a request up says so, and nobody waits for a lease"
 
     def _report(self) -> None:
         now = time.monotonic()
