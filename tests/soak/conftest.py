@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("transfer", "faults")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "transfer"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 from engine_process import running_fork_server
 from soak_report import lines

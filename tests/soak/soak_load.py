@@ -90,7 +90,7 @@ class Load:
     def __init__(
         self, world: World, hand_offs: int, lap: int, kills: int, seed: int, tell: Callable[[str], None]
     ) -> None:
-        self._world, self._tell, self._rng = world, tell, random.Random(seed)
+        self._world, self._tell, self._seed, self._rng = world, tell, seed, random.Random(seed)
         heads = world.reader.config.num_kv_heads
         self._group = group_geometry(make_geometry(world.reader.config), 0, HeadRange(0, heads, heads))
         self._laps = range(lap, hand_offs + 1, lap)
@@ -144,9 +144,10 @@ class Load:
         return [self._new_request() for _ in range(count)]
 
     def _new_request(self) -> Request:
-        rng, (name, seed) = self._rng, self._world.new()
+        name, seed = self._world.new()
+        rng = random.Random(f"{self._seed} {name}")  # its own: the same whatever has come between
         num_tokens = rng.randint(1, MOST_BLOCKS * BLOCK_TOKENS)
-        is_at_peer = self._is_up and rng.random() < AT_PEER
+        is_at_peer = rng.random() < AT_PEER and self._is_up
         abort = rng.choice(list(Abort)) if rng.random() < ABORTED else None
         cached = rng.randint(0, (num_tokens - 1) // BLOCK_TOKENS) if rng.random() < CACHED else 0
         request = Request(Prompt(name, num_tokens, seed), self._owners()[is_at_peer], abort, cached)
