@@ -118,15 +118,11 @@ class Puller:
         elif not pull.transfers:
             self._guard(pull, self._moved)
 
-    def on_link_lost(self, link: Link, why: str = "") -> None:
-        """The owner's process ended, or closed the connection: nothing that is still to come will come.
-
-        `why`: what is known of it, where there is more to say.
-        """
+    def on_link_lost(self, link: Link, why: str) -> None:
+        """The owner's process ended, or closed the connection: nothing that is still to come will come."""
         owner = self._owners.of_link(link)
         if owner is None:
             return
-        why = why or f"engine {link.host}:{link.port} closed its side channel; is it still running?"
         self._heartbeat.lose(owner)
         self._fail_each(owner.pulls, PeerDead(why))
         self._owners.remove(owner)

@@ -59,7 +59,6 @@ class Request:
 class Tally:
     """What became of the requests. `failures`: by cause, those that a kill or an abort explains."""
 
-    begun: int = 0
     received: int = 0
     released: int = 0
     wrong: int = 0
@@ -94,8 +93,10 @@ class Load:
         heads = world.reader.config.num_kv_heads
         self._group = group_geometry(make_geometry(world.reader.config), 0, HeadRange(0, heads, heads))
         self._laps = range(lap, hand_offs + 1, lap)
-        # One kill before anything is measured: libraries take some things for good with the first.
-        self._kill_at = deque(sorted([self._rng.randrange(lap), *self._rng.sample(range(lap, hand_offs), kills - 1)]))
+        # One kill before anything is measured: libraries take some things for good with the first. The last turn of a
+        # lap, and of all, may end as many hand-offs as are on their way.
+        first, rest = range(lap - 2 * CONCURRENCY), range(lap, hand_offs - 2 * CONCURRENCY)
+        self._kill_at = deque(sorted([self._rng.choice(first), *self._rng.sample(rest, kills - 1)]))
         self.tally, self.looks = Tally(), list[Look]()
         self._killed: set[Remote] = set()
         self._running: dict[str, Request] = {}  # at decode
@@ -153,14 +154,12 @@ class Load:
         request = Request(Prompt(name, num_tokens, seed), self._owners()[is_at_peer], abort, cached)
         if abort is Abort.READER:
             request.abort_after_s = rng.choice([0.0, rng.uniform(0, 0.02)])
-        self.tally.begun += 1
         return request
 
     def _take_places(self, places: Mapping[str, Any] | None, requests: list[Request]) -> None:
         """None: the owner was killed meanwhile, and nobody knows what it held."""
         if places is None:
             self.tally.prompts_lost += len(requests)
-            self.tally.begun -= len(requests)
             return
         for request in requests:
             prompt = request.prompt
@@ -214,11 +213,14 @@ class Load:
         def take() -> Any:
             try:
                 return answer()
-            except (EOFError, OSError):
-                engine.process.join(10)
-                engine_id, code = engine.config.engine_id, engine.process.exitcode
-                assert engine in self._killed, f"engine {engine_id} ended by itself: exit code {code}"
-                return None
+            except (EOFError, OSError) as error:
+                if engine in self._killed:
+                    return None
+                engine.process.join(1)
+                code = engine.process.exitcode
+                raise AssertionError(
+                    f"engine {engine.config.engine_id} is gone, exit code {code}: {error!r}"
+                ) from error
 
         return take
 
