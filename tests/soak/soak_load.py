@@ -248,7 +248,9 @@ class Load:
             "compared": decode["digests"]["checked"] - self._compared_before,
             "differing": decode["digests"]["mismatched"],
         }
-        assert tally.digests == {"compared": tally.digests_due, "differing": 0}, f"{tally.digests_due} digests are due"
+        assert tally.digests == {"compared": tally.digests_due, "differing": 0}, (
+            f"{tally.digests_due} digests are due: {tally.digests}"
+        )
         assert decode["transfer"]["failures"] == {cause: n for cause, n in tally.failures_due.items() if n}
         assert prefill["handoff"]["expired"] == 0, "whoever gives a request up says so, and nobody waits for a lease"
 
