@@ -326,10 +326,8 @@ class Engine:
         import torch
 
         kernel, size = group.kernel_block_size_tokens, group.block_size_tokens
-        inside = tokens % size
-        return torch.tensor(blocks, dtype=torch.int64)[tokens // size] * (
-            size // kernel
-        ) + inside // kernel, inside % kernel
+        ids, inside = torch.tensor(blocks, dtype=torch.int64)[tokens // size], tokens % size
+        return ids * (size // kernel) + inside // kernel, inside % kernel
 
     def _place(self, index: int, blocks: list[int], num_tokens: int, content: Any) -> None:
         import torch

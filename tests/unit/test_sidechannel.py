@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import socket
 
 import pytest
 import zmq
@@ -38,9 +39,12 @@ def test_a_link_says_why_it_is_lost_and_that_nobody_listens_is_one_reason() -> N
         server.close()
         assert link.monitor.poll(5000)
         assert link.why_lost() == f"engine 127.0.0.1:{server.port} closed its side channel; is it still running?"
-        late = Link(context, "127.0.0.1", server.port, "127.0.0.1")
-        assert late.monitor.poll(5000)
-        assert late.why_lost() == f"engine 127.0.0.1:{server.port} cannot be connected to; is it still running?"
+        with socket.socket() as bound:  # and does not listen
+            bound.bind(("127.0.0.1", 0))
+            port = bound.getsockname()[1]
+            late = Link(context, "127.0.0.1", port, "127.0.0.1")
+            assert late.monitor.poll(5000)
+            assert late.why_lost() == f"engine 127.0.0.1:{port} cannot be connected to; is it still running?"
         link.close()
         late.close()
     finally:
