@@ -187,7 +187,7 @@ class FaultEngine(Engine):
     def _work(self, num_tokens: int, seed: int) -> Work:
         """Blocks whose content is nobody's; those that were freed last, which somebody may still be using."""
         count = -(-num_tokens // self.config.block_size_tokens)
-        blocks = [self.free.pop() for _ in range(min(count, len(self.free)))]
+        blocks, self.free = self.free[len(self.free) - count :], self.free[: len(self.free) - count]
         assert len(blocks) == count, "no blocks left: some were lost"
         self.fill([blocks], num_tokens, 999_999)
         return Work(blocks, num_tokens, seed)
