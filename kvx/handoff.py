@@ -407,9 +407,8 @@ class HandoffWorker:
             logger.warning("a reply of engine %s:%s is not taken: %s", link.host, link.port, reason_of(error))
             self._puller.on_link_lost(link, f"engine {link.host}:{link.port}: {reason_of(error)}")
             return
-        if link.is_lost():
-            why = f"engine {link.host}:{link.port} has other CURVE keys, or none; give all engines one KVX_CURVE_DIR"
-            self._puller.on_link_lost(link, why if link.has_other_keys else "")
+        if why := link.why_lost():
+            self._puller.on_link_lost(link, why)
 
     def _poll_connectors(self) -> None:
         """Also in CLOSED: what its closing ended still has to be told."""

@@ -58,6 +58,11 @@ class PeerDescriptor:
     digest: str
     connectors: Mapping[str, bytes]
 
+    @property
+    def opening(self) -> tuple[str, int]:
+        """Of which process's memory, and after how many changes of its regions."""
+        return self.instance, self.generation
+
 
 def require_compatible(ours: PeerDescriptor, theirs: PeerDescriptor) -> None:
     """PeerMismatch naming every field in which two engines differ and must not; ours is the one that reads.

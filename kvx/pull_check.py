@@ -10,7 +10,7 @@ from functools import partial
 from kvx.digest import GroupDigests
 from kvx.digest_check import DigestCheck
 from kvx.engine_side import EngineSide
-from kvx.errors import HandshakeError, VerificationError
+from kvx.errors import VerificationError
 from kvx.handshake import DigestPage, Digests, Reply, expect
 from kvx.pull_state import ActivePull, Phase
 
@@ -25,9 +25,8 @@ class Checker:
 
     def start(self, pull: ActivePull, now: float) -> None:
         """Ask for the owner's digests and take ours at the same time."""
-        spec, theirs = pull.spec, pull.owner.descriptor
-        if theirs is None:
-            raise HandshakeError("the owner is gone before its digests were asked for")
+        spec, theirs = pull.spec, pull.claimed_from
+        assert theirs is not None, "what was read has an owner, even if it is being greeted again now"
         self._side.injected_flip(spec.blocks, spec.first_token, spec.num_tokens)
         pull.phase, pull.deadline = Phase.CHECK, now + self._side.settings.transfer_deadline_s
         check = DigestCheck(

@@ -70,6 +70,7 @@ class ActivePull:
     """One pull on its way. Times are monotonic; `kept_until` is our own clock's bound on the owner's lease.
 
     `reader` is this pull's name to the owner: no other pull has it, not even a later one of the same request.
+    `claimed_from`: the owner as it was when its block ids came; they mean nothing in a later opening.
     """
 
     spec: Pull
@@ -81,6 +82,7 @@ class ActivePull:
     claim_sent: float = 0.0
     kept_until: float = 0.0
     has_claimed: bool = False
+    claimed_from: PeerDescriptor | None = None
     held_tokens: int = 0
     times_greeted: int = 0
     connector: Connector | None = None  # that moves `transfers`

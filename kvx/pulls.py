@@ -23,7 +23,6 @@ from kvx.engine_side import EngineSide, Pull, Waiting
 from kvx.errors import (
     ConnectorStateError,
     Crowded,
-    HandshakeError,
     KVXError,
     LeaseExpired,
     PeerDead,
@@ -122,15 +121,11 @@ class Puller:
         elif not pull.transfers:
             self._guard(pull, self._moved)
 
-    def on_link_lost(self, link: Link, why: str = "") -> None:
-        """The owner's process ended, or closed the connection: nothing that is still to come will come.
-
-        `why`: what is known of it, where there is more to say.
-        """
+    def on_link_lost(self, link: Link, why: str) -> None:
+        """The owner's process ended, or closed the connection: nothing that is still to come will come."""
         owner = self._owners.of_link(link)
         if owner is None:
             return
-        why = why or f"engine {link.host}:{link.port} closed its side channel; is it still running?"
         self._heartbeat.lose(owner)
         self._fail_each(owner.pulls, PeerDead(why))
         self._owners.remove(owner)
@@ -250,8 +245,8 @@ class Puller:
         if pull.phase is not Phase.CLAIM or pull.cause is not None:
             return
         claimed = expect(reply, Claimed)
-        theirs = pull.owner.descriptor
-        if theirs is None or (claimed.instance, claimed.generation) != (theirs.instance, theirs.generation):
+        theirs = pull.owner.descriptor if pull.owner.is_connected else None
+        if theirs is None or (claimed.instance, claimed.generation) != theirs.opening:
             if pull.times_greeted > 1:
                 raise StaleGeneration("the owner's regions change faster than they can be read; ask again")
             self._owners.disconnect(pull.owner)
@@ -274,7 +269,7 @@ class Puller:
                 f"request {pull.spec.remote_request_id} is held with {claimed.num_tokens} tokens, "
                 f"tokens up to {pull.spec.first_token + pull.spec.num_tokens} were asked for"
             )
-        pull.moved = self._plan(pull, claimed, theirs)
+        pull.claimed_from, pull.moved = theirs, self._plan(pull, claimed, theirs)
         pull.phase = Phase.MOVE
         pull.span("plan", time.monotonic())
         if not len(pull.moved):
@@ -285,11 +280,15 @@ class Puller:
 
     def _submit_next(self, pull: ActivePull) -> None:
         """One piece at a time: the library may copy inside the call, and the side channel waits meanwhile."""
-        owner = pull.owner
-        if owner.connector is None or owner.peer is None:
-            raise HandshakeError("the owner is gone before everything was read")
-        if owner.connector.state is not ConnectorState.OPEN:
+        owner, asked = pull.owner, pull.claimed_from
+        assert asked is not None, "blocks are read of an owner that named them"
+        if owner.descriptor is not None and owner.descriptor.opening != asked.opening:
+            raise StaleGeneration("the owner's regions changed before everything was read; ask again")
+        if owner.connector is not None and owner.connector.state is not ConnectorState.OPEN:
             raise ConnectorStateError(f"connector {owner.connector.name} is closed while the cache changes; ask again")
+        if owner.connector is None or owner.peer is None or not owner.peer.connected:
+            place = f"{pull.spec.host}:{pull.spec.port}"
+            raise TransferError(f"the connection to engine {place} ended before everything was read; ask again")
         deadline_s = min(self._side.settings.transfer_deadline_s, max(0.0, pull.kept_until - time.monotonic()))
         pull.connector = owner.connector
         transfer = pull.connector.submit(Op.READ, owner.peer, pull.pieces.pop(0), deadline_s=deadline_s)

@@ -147,8 +147,9 @@ class Link:
         if port == 0:  # ZeroMQ takes it and never connects
             raise HandshakeError(f"side channel port 0 of host {host} is no port; use one of 1 to 65535")
         self.socket = context.socket(zmq.DEALER)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
-        self.has_other_keys = False  # CURVE at one end only, or with another key
+        self.monitor = self.socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKE_FAILED
+        )
         try:
             self.socket.setsockopt(zmq.IPV6, "[" in where)
             self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
@@ -198,14 +199,21 @@ class Link:
             del self._waiting[reply.sequence]
             yield on_reply, reply
 
-    def is_lost(self) -> bool:
-        """Whether the engine closed the connection: it ended, whatever has taken its port since."""
-        lost = False
+    def why_lost(self) -> str:
+        """Why nothing will come of this link any more, whatever takes the engine's port later; empty while it may.
+
+        A port that nobody listens on counts: left to try again, ZeroMQ would say to the next engine there what was
+        meant for this one.
+        """
+        seen = 0
         while not self.socket.closed and self.monitor.poll(0):
-            event = parse_monitor_message(self.monitor.recv_multipart())
-            lost = True
-            self.has_other_keys |= bool(event["event"] & HANDSHAKE_FAILED)
-        return lost
+            seen |= parse_monitor_message(self.monitor.recv_multipart())["event"]
+        place = f"engine {self.host}:{self.port}"
+        if seen & HANDSHAKE_FAILED:
+            return f"{place} has other CURVE keys, or none; give all engines one KVX_CURVE_DIR"
+        if seen & zmq.EVENT_DISCONNECTED:
+            return f"{place} closed its side channel; is it still running?"
+        return f"{place} cannot be connected to; is it still running?" if seen else ""
 
     def close(self) -> None:
         self.socket.disable_monitor()

@@ -138,13 +138,19 @@ class FaultEngine(Engine):
         host = self.worker._settings.side_channel_host
         return Place(self.config.engine_id, host, self.port(), self.ticket(name, num_tokens))
 
-    def resume(self, name: str, place: Place, num_tokens: int, seed: int, gated: bool = False) -> None:
-        """Fetch a request's KV from where it is; `outcome` says what became of it."""
+    def resume(
+        self, name: str, place: Place, num_tokens: int, seed: int, gated: bool = False, cached_blocks: int = 0
+    ) -> None:
+        """Fetch a request's KV from where it is, but for the blocks that are cached here; `outcome` says what became
+        of it. With no tokens, only tell the owner that nobody wants them."""
         work = self.running[name] = self._work(num_tokens, seed)
         self.gate.is_armed = gated
+        first_token, absent = cached_blocks * self.config.block_size_tokens, [-1] * cached_blocks
+        if cached_blocks:
+            self.fill([work.blocks[:cached_blocks] + [-1] * (len(work.blocks) - cached_blocks)], num_tokens, seed)
         self.pull(
-            request_id=name, remote_request_id=name, blocks=[work.blocks], first_token=0, num_tokens=num_tokens,
-            **asdict(place),
+            request_id=name, remote_request_id=name, blocks=[absent + work.blocks[cached_blocks:]],
+            first_token=first_token, num_tokens=num_tokens - first_token, **asdict(place),
         )  # fmt: skip
 
     def abort(self, name: str) -> None:
@@ -186,9 +192,9 @@ class FaultEngine(Engine):
         self.gate.open()
 
     def _work(self, num_tokens: int, seed: int) -> Work:
-        """Blocks whose content is nobody's."""
+        """Blocks whose content is nobody's; those that were freed last, which somebody may still be using."""
         count = -(-num_tokens // self.config.block_size_tokens)
-        blocks, self.free = self.free[:count], self.free[count:]
+        blocks, self.free = self.free[len(self.free) - count :], self.free[: len(self.free) - count]
         assert len(blocks) == count, "no blocks left: some were lost"
         self.fill([blocks], num_tokens, 999_999)
         return Work(blocks, num_tokens, seed)
@@ -208,7 +214,7 @@ class FaultEngine(Engine):
         self.ended[name] = ended
 
     def _answer(self, work: Work) -> str:
-        [content] = self.read([work.blocks], 0, work.num_tokens)
+        content = b"".join(self.read([work.blocks], 0, work.num_tokens))
         self.free += work.blocks
         return hashlib.sha256(content).hexdigest()
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,22 @@ class Network:
 
 
 class World:
-    """`sound` is cleared by a test that fails in it: the next one gets another."""
+    """`sound` is cleared by a test that fails in it: the next one gets another.
 
-    def __init__(self, connector: str, policy: str, network: Network | None) -> None:
+    `settings`: of the hand-off, where they are not those of the table of faults.
+    """
+
+    def __init__(
+        self, connector: str, policy: str, network: Network | None, *, engine: type[FaultEngine] = FaultEngine,
+        num_blocks: int = 64, settings: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.connector, self.policy, self.network = connector, policy, network
         self.offloads = connector == "cpu_offload"
+        self._engine, self._num_blocks = engine, num_blocks
+        self.settings = {
+            "transfer_deadline_s": DEADLINE_S, "lease_s": LEASE_S, "grace_s": GRACE_S, "max_hold_s": 1.5,
+            "verify": "all", "failure_policy": policy, "allow_unauthenticated_data_plane": True, **(settings or {}),
+        }  # fmt: skip
         self.sound, self._numbers, self._started = True, itertools.count(1), list[Remote]()
         self._first: dict[int | None, dict[str, int]] = {}
 
@@ -99,9 +110,14 @@ class World:
 
     def restart_peer(self, *, same_port: bool) -> None:
         """The same name and agent, at the address of before or at another one."""
+        self.begin_restart(same_port=same_port)
+        self.peer.ready()
+
+    def begin_restart(self, *, same_port: bool) -> None:
+        """The same, without waiting until it is ready."""
         port = self.peer.port if same_port else 0
         self.peer.stop()
-        self.peer = self._start("peer", port).ready()
+        self.peer = self._start("peer", port)
 
     def restart_reader(self) -> None:
         """The same name, at another address."""
@@ -171,7 +187,14 @@ class World:
         return [self.peer, self.well, self.reader]
 
     def require_blocks_back(self) -> None:
-        until(lambda: not any(engine.num_used() for engine in self.engines()), DEADLINE_S + LEASE_S + GRACE_S + DRAIN_S)
+        bound_s = sum(self.settings[name] for name in ("transfer_deadline_s", "lease_s", "grace_s")) + DRAIN_S
+        used: dict[str, int] = {}
+
+        def are_back() -> bool:
+            used.update({engine.config.engine_id: engine.num_used() for engine in self.engines()})
+            return not any(used.values())
+
+        until(are_back, bound_s, lambda: f"blocks that nobody gave back: {used}")
 
     def note_footprints(self) -> None:
         """What each process held when it was first seen, at the begin of a test."""
@@ -203,18 +226,14 @@ class World:
             is_peer = name == "peer"
             host, network = (PEER_ADDRESS if is_peer else READER_ADDRESS), self.network.names[0 if is_peer else 1]
             environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "all", "KVX_MOONCAKE_HOST": host}
-        settings = {
-            "transfer_deadline_s": DEADLINE_S, "lease_s": LEASE_S, "grace_s": GRACE_S, "max_hold_s": 1.5,
-            "verify": "all", "failure_policy": self.policy, "side_channel_host": host, "side_channel_port": port,
-            "allow_unauthenticated_data_plane": True,
-        }  # fmt: skip
+        settings = {**self.settings, "side_channel_host": host, "side_channel_port": port}
         connector = "nixl" if self.offloads else self.connector
         config = FaultConfig(
             name, agent_name=f"{name} of the faults", connectors=(connector,), settings=settings, environ=environ,
-            num_blocks=64, capacity_blocks=512, network=network, offloads=self.offloads,
-            shared_memory=self._seen_folder,
+            num_blocks=self._num_blocks, capacity_blocks=self._num_blocks + 448, network=network,
+            offloads=self.offloads, shared_memory=self._seen_folder,
         )  # fmt: skip
-        self._started.append(Remote(config, FaultEngine))
+        self._started.append(Remote(config, self._engine))
         return self._started[-1]
 
 

@@ -104,18 +104,16 @@ class Engine:
             self._place(index, of_group, num_tokens, make_content(self.groups[index], num_tokens, seed + index))
 
     def read(self, blocks: list[list[int]], first_token: int, num_tokens: int) -> list[bytes]:
-        """Canonical bytes [L, H, n, C] of each group, gathered token by token through the views alone."""
+        """Canonical bytes [L, H, n, C] of each group, gathered through the views alone."""
         import torch
 
         out: list[bytes] = []
         for index, of_group in enumerate(blocks if num_tokens else []):
             group = self.groups[index]
-            rows = []
-            for layer in group.layers:
-                view = self.views[layer].view(torch.uint8)
-                tokens = [self._slot(group, of_group, token) for token in range(first_token, first_token + num_tokens)]
-                rows.append(torch.stack([view[row, :, slot] for row, slot in tokens], dim=1))
-            out.append(torch.stack(rows).contiguous().numpy().tobytes())
+            rows, slots = self._slots(group, of_group, torch.arange(first_token, first_token + num_tokens))
+            views = [self.views[layer].view(torch.uint8) for layer in group.layers]
+            content = torch.stack([view[rows, :, slots] for view in views])  # [L, n, H, C]
+            out.append(content.transpose(1, 2).contiguous().numpy().tobytes())
         return out
 
     def hold(self, request_id: str, blocks: list[list[int]], num_tokens: int, lease_s: float | None = None) -> None:
@@ -323,21 +321,23 @@ class Engine:
         self.worker.close()
         self.cache.close()
 
-    def _slot(self, group: Any, blocks: list[int], token: int) -> tuple[int, int]:
-        kernel = group.kernel_block_size_tokens
-        block, inside = blocks[token // group.block_size_tokens], token % group.block_size_tokens
-        return block * (group.block_size_tokens // kernel) + inside // kernel, inside % kernel
+    def _slots(self, group: Any, blocks: list[int], tokens: Any) -> tuple[Any, Any]:
+        """Where tokens are: rows of the views, and slots in them."""
+        import torch
+
+        kernel, size = group.kernel_block_size_tokens, group.block_size_tokens
+        ids, inside = torch.tensor(blocks, dtype=torch.int64)[tokens // size], tokens % size
+        return ids * (size // kernel) + inside // kernel, inside % kernel
 
     def _place(self, index: int, blocks: list[int], num_tokens: int, content: Any) -> None:
         import torch
 
         group = self.groups[index]
+        tokens = torch.arange(num_tokens)
+        tokens = tokens[torch.tensor(blocks, dtype=torch.int64)[tokens // group.block_size_tokens] >= 0]
+        rows, slots = self._slots(group, blocks, tokens)
         for layer_index, layer in enumerate(group.layers):
-            view = self.views[layer].view(torch.uint8)
-            for token in range(num_tokens):
-                if blocks[token // group.block_size_tokens] >= 0:
-                    row, slot = self._slot(group, blocks, token)
-                    view[row, :, slot] = content[layer_index, :, token]
+            self.views[layer].view(torch.uint8)[rows, :, slots] = content[layer_index][:, tokens].transpose(0, 1)
 
 
 def make_content(group: Any, num_tokens: int, seed: int) -> Any:
@@ -419,6 +419,10 @@ class Remote:
         """Call a method; its result is what the function that is returned waits for."""
         self._pipe.send((name, args, kwargs))
         return lambda: self._result(60)
+
+    def has_answer(self) -> bool:
+        """Whether the next result is there already, or the process has ended."""
+        return self._pipe.poll(0)
 
     def _result(self, timeout_s: float) -> Any:
         if not self._pipe.poll(timeout_s):

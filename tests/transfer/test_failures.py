@@ -91,7 +91,7 @@ def test_a_killed_owner_fails_at_once_and_a_restarted_one_works(start_engines: S
     assert "closed its side channel" in failure(reader)
     assert time.monotonic() - began < 0.9
     pull(reader, owner, "r", [[1]], 0, 16)
-    assert "no answer to greet" in failure(reader)
+    assert "cannot be connected to; is it still running?" in failure(reader), "and nothing of it waits for the next"
     settings = {**QUICK, "side_channel_port": port}
     (again,) = start_engines(EngineConfig("prefill", agent_name="same", settings=settings, connectors=(connector,)))
     hand_off(again, reader, 100, 2)

@@ -126,7 +126,7 @@ def test_an_owner_that_is_lost_is_not_asked() -> None:
     pair = Pair()
     transfer = pair.moving()
     pair.puller.keep(Waiting("w", "theirs", "e", "10.0.0.1", 1), time.monotonic())
-    pair.puller.on_link_lost(pair.link)  # type: ignore[arg-type]
+    pair.puller.on_link_lost(pair.link, "it ended")  # type: ignore[arg-type]
     pair.puller.tick(time.monotonic() + 60)
     pair.finish(transfer)
     assert pair.events().failed["r"].cause == "peer_dead"

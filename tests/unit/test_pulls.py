@@ -194,7 +194,7 @@ def test_a_lost_owner_fails_what_waits_and_drains_what_moves() -> None:
     pair = Pair()
     transfer = pair.moving()
     pair.start(request_id="waiting")
-    pair.puller.on_link_lost(pair.link)  # type: ignore[arg-type]
+    pair.puller.on_link_lost(pair.link, "it closed its side channel")  # type: ignore[arg-type]
     assert "closed its side channel" in pair.events().failed["waiting"].text
     pair.finish(transfer)
     assert "closed its side channel" in pair.failure()
@@ -282,6 +282,60 @@ def test_large_pulls_move_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pair.side.metrics.bytes == 2560
 
 
+def test_the_next_piece_needs_the_connection_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library ends it with another transfer's failure: NIXL learns so of a dead peer, before its link does."""
+    monkeypatch.setattr(pulls, "MOVE_BYTES", 512)
+    pair = Pair()
+    first = pair.moving()
+    first.peer.connected = False
+    pair.finish(first)
+    failure = pair.events().failed["r"]
+    assert (failure.cause, failure.text) == (
+        "transfer_failed", "the connection to engine 10.0.0.1:1 ended before everything was read; ask again",
+    )  # fmt: skip
+
+
+def test_a_connection_that_ends_before_the_first_piece_is_made_again() -> None:
+    pair = Pair()
+    transfer = pair.moving()
+    pair.start(request_id="second")
+    pair.finish(transfer)
+    transfer.peer.connected = False
+    pair.claimed()
+    assert pair.events().received == {"r"}
+    pair.welcome()
+    pair.claimed()
+    pair.finish(pair.transfer)
+    assert pair.events().received == {"second"}
+
+
+def test_nothing_more_is_read_of_an_owner_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pull was asked to stop, and its piece was complete all the same; its owner is connected anew by then."""
+    monkeypatch.setattr(pulls, "MOVE_BYTES", 512)
+    pair = Pair()
+    transfer = pair.moving()
+    pair.start(request_id="second")
+    pair.claimed(generation=2)
+    pair.theirs = dataclasses.replace(pair.theirs, generation=2)
+    pair.welcome()
+    pair.connector._finish(transfer, pulls.TransferState.DONE)
+    pair.puller.on_transfer(pair.connector.poll().finished[0])
+    assert pair.events().failed["r"].cause == "stale_generation"
+    assert len(pair.connector.copies) == 1
+
+
+def test_what_has_been_read_is_checked_while_its_owner_is_greeted_again() -> None:
+    pair = Pair(verify=True)
+    transfer = pair.moving()
+    pair.start(request_id="second")
+    pair.connector._finish(transfer, pulls.TransferState.DONE)
+    transfer.peer.connected = False
+    pair.claimed()
+    pair.puller.on_transfer(pair.connector.poll().finished[0])
+    assert pair.events() == HandoffEvents()
+    assert {type(message) for message, _ in pair.link.asked} == {Hello, Digests}
+
+
 def test_the_same_request_twice_is_refused_without_an_outcome() -> None:
     pair = Pair()
     pair.start()
@@ -311,7 +365,7 @@ def test_an_owner_that_is_lost_while_it_is_greeted_again_drains_its_transfers() 
     pair.start(request_id="second")
     pair.claimed(generation=2)
     assert pair.events() == HandoffEvents(), "the first one drains"
-    pair.puller.on_link_lost(pair.link)  # type: ignore[arg-type]
+    pair.puller.on_link_lost(pair.link, "it closed its side channel")  # type: ignore[arg-type]
     assert set(pair.events().failed) == {"second"}
     pair.finish(moving)
     assert "closed its side channel" in pair.failure()
@@ -325,7 +379,7 @@ def test_trouble_with_one_pull_of_a_lost_owner_leaves_the_others_their_end(monke
         pair.start(request_id=name)
     monkeypatch.setattr(pair.connector, "_cancel", lambda transfer: 1 / 0)
     with contextlib.suppress(ZeroDivisionError):
-        pair.puller.on_link_lost(pair.link)  # type: ignore[arg-type]
+        pair.puller.on_link_lost(pair.link, "it closed its side channel")  # type: ignore[arg-type]
     assert set(pair.events().failed) == {"a", "b", "c"}
     assert pair.links[0].is_closed
 
@@ -443,7 +497,7 @@ def test_an_owner_that_goes_hears_first_of_all_that_is_over(end: str) -> None:
     if end == "close":
         pair.puller.close()
     elif end == "link lost":
-        pair.puller.on_link_lost(link)  # type: ignore[arg-type]
+        pair.puller.on_link_lost(link, "it ended")  # type: ignore[arg-type]
     else:  # another pull's greeting fails, and takes the record with it
         pair.start(request_id="second")
         pair.claimed(generation=2)

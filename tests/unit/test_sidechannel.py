@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import socket
 
 import pytest
 import zmq
@@ -24,6 +25,30 @@ def test_a_link_to_nowhere_is_a_handshake_error_and_leaves_no_socket(host: str, 
         Link(context, host, port, host)
     gc.collect()
     context.term()  # would wait for ever for a socket that is still open
+
+
+def test_a_link_says_why_it_is_lost_and_that_nobody_listens_is_one_reason() -> None:
+    """What waits in it for an engine that ended must not reach the next one at its port."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = Server(context, "127.0.0.1", 0)
+    try:
+        link = Link(context, "127.0.0.1", server.port, "127.0.0.1")
+        link.tell(Status(sequence=0))
+        assert server.socket.poll(5000)
+        assert link.why_lost() == ""
+        server.close()
+        assert link.monitor.poll(5000)
+        assert link.why_lost() == f"engine 127.0.0.1:{server.port} closed its side channel; is it still running?"
+        with socket.socket() as bound:  # and does not listen
+            bound.bind(("127.0.0.1", 0))
+            port = bound.getsockname()[1]
+            late = Link(context, "127.0.0.1", port, "127.0.0.1")
+            assert late.monitor.poll(5000)
+            assert late.why_lost() == f"engine 127.0.0.1:{port} cannot be connected to; is it still running?"
+        link.close()
+        late.close()
+    finally:
+        context.destroy(linger=0)
 
 
 def test_a_flood_of_requests_is_read_in_parts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from kvx.handshake import request_status
-from kvx.servers import EngineSettings, Servers, free_ports
+from kvx.servers import EngineSettings, Servers
 from kvx.verify import engines
 from kvx.verify.client import Ask, Client
 
@@ -47,6 +48,13 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runn
             client.close()
 
 
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """Somebody listens there, and never says a word."""
+    with socket.create_server((engines.HOST, 0)) as server:
+        yield server.getsockname()[1]
+
+
 def from_nobody(url: str, wanted: Ask, port: int) -> httpx.Response:
     params: dict[str, Any] = {
         "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "nobody",
@@ -75,21 +83,20 @@ def nothing_is_left(pair: RunningPair, url: str, side_port: int) -> None:
     assert status["handoff"]["holds"] == 0
 
 
-def test_recompute_answers_right_and_says_why_it_computed(pair: RunningPair) -> None:
-    (port,) = free_ports(1)
+def test_recompute_answers_right_and_says_why_it_computed(pair: RunningPair, silent_port: int) -> None:
     wanted = ask("recomputed", tokens(300, seed=1))
-    answer = while_others_go_on(pair, pair.decode.url, wanted, port)
+    answer = while_others_go_on(pair, pair.decode.url, wanted, silent_port)
     assert answer.status_code == 200
     found = answer.json()
     assert tuple(found["choices"][0]["token_ids"]) == pair.single(wanted).tokens
-    assert found["kv_transfer_params"] == {"kvx_failure": {"cause": "timeout", "peer": f"nobody at 127.0.0.1:{port}"}}
+    peer = f"nobody at 127.0.0.1:{silent_port}"
+    assert found["kv_transfer_params"] == {"kvx_failure": {"cause": "timeout", "peer": peer}}
     nothing_is_left(pair, pair.decode.url, pair.sides.decode_side_port)
-    assert f"timeout, engine nobody at 127.0.0.1:{port}" in pair.decode.log.read_text()
+    assert f"timeout, engine {peer}" in pair.decode.log.read_text()
 
 
-def test_fail_ends_the_request_with_vllms_error_and_the_engine_lives(pair: RunningPair) -> None:
-    (port,) = free_ports(1)
-    answer = while_others_go_on(pair, pair.prefill.url, ask("failed", tokens(300, seed=2)), port)
+def test_fail_ends_the_request_with_vllms_error_and_the_engine_lives(pair: RunningPair, silent_port: int) -> None:
+    answer = while_others_go_on(pair, pair.prefill.url, ask("failed", tokens(300, seed=2)), silent_port)
     assert answer.status_code == 500, answer.text
     nothing_is_left(pair, pair.prefill.url, pair.sides.prefill_side_port)
     assert not pair.single(ask("afterwards", tokens(100, seed=3))).error
