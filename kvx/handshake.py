@@ -36,6 +36,7 @@ STATUS_LIMIT_BYTES = 1 << 20
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+BlockId = Annotated[int, msgspec.Meta(ge=-1, lt=2**62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 # As GroupGeometry.to_wire gives it, and from_wire checks it.
 WireGroup = Annotated[
@@ -95,7 +96,7 @@ class Claimed(Message):
     instance: Text
     generation: Count
     blocks: Annotated[
-        list[Annotated[list[int], msgspec.Meta(max_length=MOST_BLOCKS)]], msgspec.Meta(max_length=MOST_GROUPS)
+        list[Annotated[list[BlockId], msgspec.Meta(max_length=MOST_BLOCKS)]], msgspec.Meta(max_length=MOST_GROUPS)
     ]
     num_tokens: Count
     left_s: Seconds

@@ -26,9 +26,9 @@ from kvx.handoff import HandoffWorker
 from kvx.peer import Peer
 from kvx.secret import Secret
 
-BLOCKS, BLOCK_BYTES, TOKENS, TOKEN_BYTES = 8, 512, 16, 32
+BLOCKS, BLOCK_BYTES, TOKENS, TOKEN_BYTES = 12, 512, 16, 32
 # A lease shorter than the deadlines: it is what ends things.
-LEASE_S, GRACE_S, LONGEST_S, DEADLINE_S, DRAIN_S = 4.0, 1.0, 15.0, 5.0, 2.0
+LEASE_S, GRACE_S, LONGEST_S, DEADLINE_S, DRAIN_S = 4.0, 1.0, 15.0, 5.0, 4.0
 # How often an engine looks while something is in flight, and how exact its timers are (ZeroMQ's milliseconds).
 LOOK_S, EXACT_S = 0.25, 0.005
 SECRET = Secret(b"a secret of tests")
@@ -41,6 +41,7 @@ class Read:
     reader: Engine
     owner: Engine
     owner_life: int
+    generation: int
     pieces: list[tuple[int, int]]
     moved: int = 0
     is_broken: bool = False
@@ -60,20 +61,20 @@ class SimulatedLibrary(Connector):
         return [transfer.handle for transfer in self._pending if isinstance(transfer.handle, Read)]
 
     def _metadata(self) -> bytes:
-        return msgspec.msgpack.encode((self.engine.name, self.engine.life))
+        return msgspec.msgpack.encode((self.engine.name, self.engine.life, self.engine.generation))
 
     def _connect(self, library_metadata: bytes) -> Peer:
-        name, life = msgspec.msgpack.decode(library_metadata, type=tuple[str, int])
-        return Peer(name, 0, self._regions, library=(self.engine.world.engines[name], life))
+        name, life, generation = msgspec.msgpack.decode(library_metadata, type=tuple[str, int, int])
+        return Peer(name, 0, self._regions, library=(self.engine.world.engines[name], life, generation))
 
     def _submit(self, transfer: Transfer, copies: Copies, notify: bytes) -> None:
-        owner, life = transfer.peer.library  # type: ignore[misc]
+        owner, life, generation = transfer.peer.library  # type: ignore[misc]
         pieces = [
             (int(remote - BASE + start), int(local - BASE + start))
             for remote, local, length in zip(copies.remote, copies.local, copies.length, strict=True)
             for start in range(0, int(length), TOKEN_BYTES * TOKENS)
         ]
-        transfer.handle = Read(self.engine, owner, life, pieces)
+        transfer.handle = Read(self.engine, owner, life, generation, pieces)
 
     def _progress(self) -> list[tuple[str, bytes]]:
         for transfer in list(self._pending):
@@ -245,7 +246,11 @@ class Engine:
                 return
             self.worker.turn()
             self.wakes = self.world.now + (self.worker.sleeps_s() or LOOK_S)
-            self._hear()
+            try:
+                self._hear()
+            except AssertionError:
+                self.world.is_wrong = True
+                raise
             if self.ended is not None and self.ended.is_set():
                 self._memory_goes()
         raise AssertionError("it never sleeps")
@@ -382,7 +387,7 @@ class World:
     """Both engines."""
 
     def __init__(self, *, verify: bool, has_secret: bool) -> None:
-        self.verify, self.has_secret, self.now = verify, has_secret, 100.0
+        self.verify, self.has_secret, self.now, self.is_wrong = verify, has_secret, 100.0, False
         self.network, self.numbers = Network(), itertools.count()
         self.held: dict[str, Held] = {}  # all there ever were
         self.tickets: dict[str, str] = {}
@@ -411,15 +416,23 @@ class World:
             self.settle()
 
     def move(self, read: Read, blocks: int, flip: bool = False) -> None:
-        """The library reads the next blocks, whatever is in them."""
+        """The library reads the next blocks, whatever is in them; of an old mapping, nothing that is of any use."""
         for source, destination in read.pieces[read.moved : read.moved + blocks]:
             read.is_broken |= not read.owner.is_alive or read.owner.life != read.owner_life
             if read.is_broken:
                 return
             data = read.owner.memory[source : source + BLOCK_BYTES].copy()
+            if read.owner.generation != read.generation:
+                data[:] = 0xDD
             data[7] ^= 0x40 if flip else 0
             read.reader.write(destination, data)
             read.moved += 1
+
+    def deliver_some(self, count: int) -> None:
+        for _ in range(count):
+            if self.network.in_flight:
+                self.network.deliver(self.network.in_flight[0])
+                self.settle()
 
     def deliver_all(self) -> None:
         for _ in range(30):
@@ -434,6 +447,16 @@ class World:
     def _is_deliverable(self, message: Any) -> bool:
         connection = message.connection
         return not message.to_server or connection.server is not None or connection.endpoint in self.network.routers
+
+    def recover(self) -> None:
+        """Both engines are up, awake and running."""
+        for engine in self.engines.values():
+            if not engine.is_alive:
+                engine.start()
+            if engine.is_stopped:
+                engine.stop_or_go_on()
+            engine.wake()
+        self.settle()
 
     def close(self) -> None:
         for engine in self.engines.values():

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 from handoff_world import (
+    BLOCKS,
     DEADLINE_S,
     DRAIN_S,
     EXACT_S,
@@ -26,7 +28,7 @@ from handoff_world import (
 )
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvx import engine_side
 
@@ -54,7 +56,9 @@ class Handoff(RuleBasedStateMachine):
     # Few rules with many kinds each: Hypothesis leaves rules out of an example, and the worst needs many kinds at once.
 
     @rule(
-        what=st.sampled_from(["hand off", "hand off", "hand off", "prefill", "pull", "pull", "wait", "drop", "cancel"]),
+        what=st.sampled_from(
+            ["hand off", "hand off", "hand off", "prefill", "pull", "pull", "wait", "drop", "drop", "cancel"]
+        ),
         which=INDEX,
         count=st.integers(1, 3),
     )
@@ -63,13 +67,15 @@ class Handoff(RuleBasedStateMachine):
         prefill, decode = self.w.prefill, self.w.decode
         held = list(prefill.holds.values()) if which else list(self.w.held.values())  # also what was held once
         chosen = held[-1 - which % len(held)] if held else None
-        if what == "hand off":  # the usual way, as far as the library
-            before = len(prefill.holds)
+        if what == "hand off":  # the usual way, as far as the library, or not so far
+            if which % 2:
+                self.w.recover()
+            before = len(self.w.held)
             prefill.prefill(count)
-            if len(prefill.holds) > before:
-                decode.pull(prefill, list(prefill.holds.values())[-1], 0, gives_up=which == 7)
+            if len(self.w.held) > before:
+                decode.pull(prefill, list(self.w.held.values())[-1], 0, gives_up=which == 7)
                 self.w.settle()
-                self.w.deliver_all()
+                self.w.deliver_some(count) if which in (4, 5, 6) else self.w.deliver_all()
         elif what == "prefill":
             prefill.prefill(count)
         elif what == "pull":
@@ -99,7 +105,8 @@ class Handoff(RuleBasedStateMachine):
             self.w.settle()
 
     @rule(
-        what=st.sampled_from(["all", "all", "move", "move", "move", "flip", "over", "broken", "digests"]), which=INDEX
+        what=st.sampled_from(["all", "all", "all", "move", "move", "flip", "over", "over", "broken", "digests"]),
+        which=INDEX,
     )
     def library_acts(self, what: str, which: int) -> None:
         """It copies a block, and says when it is done, drained or broken; a digest thread gets its turn."""
@@ -128,12 +135,12 @@ class Handoff(RuleBasedStateMachine):
             job.work()
         self.w.settle()
 
-    @rule(seconds=st.sampled_from([0.004, 0.3, 1.0, 2.0, 4.0, 4.0, 11.0]))
+    @rule(seconds=st.sampled_from([0.004, 0.3, 1.0, 2.0, 4.0, 5.5, 5.5, 11.0]))
     def time_passes(self, seconds: float) -> None:
         self.w.pass_time(seconds)
 
     @rule(
-        what=st.sampled_from(["nothing", "nothing", "stop", "stop", "memory", "memory", "grows", "death"]),
+        what=st.sampled_from([*["nothing"] * 10, "stop", "stop", "stop", "memory", "memory", "grows", "death"]),
         name=st.sampled_from(["prefill", "decode"]),
     )
     def something_befalls(self, what: str, name: str) -> None:
@@ -174,7 +181,7 @@ class Handoff(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            if self.world is not None:
+            if self.world is not None and not self.w.is_wrong:
                 self.end()
         finally:
             self.patch.stop()
@@ -196,13 +203,19 @@ class Handoff(RuleBasedStateMachine):
                 assert (engine.holds, engine.pulls) == ({}, {})
                 assert not engine.worker._puller.is_moving
                 assert not engine.worker._holder._table._parked
-                assert len(engine.free) == 8
+                assert len(engine.free) == BLOCKS
 
 
 # Without shrinking, which takes minutes: what fails is at most so many steps long. The same examples in every run.
 SETTINGS = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None,
+    max_examples=300, stateful_step_count=40, deadline=None, derandomize=True, database=None,
     phases=[Phase.generate], suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 Handoff.TestCase.settings = SETTINGS
 TestHandoff = Handoff.TestCase
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(2400)
+def test_many_more_hand_offs() -> None:
+    run_state_machine_as_test(Handoff, settings=settings(SETTINGS, max_examples=6000, stateful_step_count=60))  # type: ignore[no-untyped-call]
