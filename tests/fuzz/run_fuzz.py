@@ -29,9 +29,9 @@ import msgspec
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "unit")]
 CORPUS, OUT = HERE / "corpus", Path("build/fuzz")
-MESSAGES = {"reader": 100_000, "reader-sealed": 100_000, "owner-sealed": 300_000, "owner": 300_000, "ticket": 200_000}
+MESSAGES = {"reader": 50_000, "reader-sealed": 50_000, "owner-sealed": 350_000, "owner": 350_000, "ticket": 200_000}
 SEED, HANG_S, LONGEST = 5, 20, 4096
-CHECK_EVERY, SAY_EVERY = 1000, 25_000
+CHECK_EVERY, SAY_EVERY = 1000, 10_000
 INTERESTING: list[Any] = [
     None, True, 0, -1, 1, 2, 2**31, 2**62, 2**64 - 1, -(2**63), 0.0, float("nan"), float("inf"), "", "r", "mine",
     "x" * 1100, b"", b"\xff" * 40, [], {}, [[1, 2]], [-1], [[2**63]], {"a": 1}, [[[[]]]],
