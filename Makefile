@@ -9,7 +9,7 @@ MEMORY := $(addprefix tests/unit/test_,cache.py cache_machine.py driver_host.py 
 OTHERS := tests $(addprefix --ignore=,$(MEMORY))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-faults test-kit test-soak verify bench docs clean
+.PHONY: help setup check test test-faults test-fuzz test-kit test-soak verify bench docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -31,11 +31,11 @@ check: setup ## Format, lint, types, layers, fast tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q -m "not gpu" $(MEMORY)
-	$(BIN)/python -m pytest -q -m "not vllm and not slow and not gpu and not faults and not soak" $(OTHERS)
+	$(BIN)/python -m pytest -q -m "not vllm and not slow and not gpu and not faults and not soak and not fuzz" $(OTHERS)
 
 test: setup ## Everything that runs on this machine, real vLLM engines included
 	$(BIN)/python -m pytest -q -m "not gpu" $(MEMORY)
-	$(BIN)/python -m pytest -q -m "not gpu and not matrix and not soak and (quick or not faults)" $(OTHERS)
+	$(BIN)/python -m pytest -q -m "not gpu and not matrix and not soak and not fuzz and (quick or not faults)" $(OTHERS)
 
 test-kit: setup ## All of the conformance kit, its table to build/kit.json; then matrix rows that `make test` leaves out
 	mkdir -p build
@@ -49,6 +49,10 @@ test-faults: setup ## The table of faults, to build/faults.json, and what engine
 test-soak: setup ## 10,000 hand-offs with aborts and kills over each connector, to build/soak.json: some minutes
 	mkdir -p build
 	$(BIN)/python -m pytest -q -m soak --kvx-soak-json build/soak.json tests/soak
+
+test-fuzz: setup ## A million mutated messages and thousands of mixed-up hand-offs, to build/fuzz.json
+	$(BIN)/python -m pytest -q -m "fuzz and not gpu" tests
+	$(BIN)/python -W ignore tests/fuzz/run_fuzz.py
 
 verify: setup ## Eight questions on one stock server and on a kvx pair: all must be identical
 	$(BIN)/kvx verify --limit 8

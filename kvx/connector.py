@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar, final
+from typing import Annotated, ClassVar, final
 
 import msgspec
 
@@ -33,6 +33,8 @@ from kvx.plan import Runs, split_rows
 from kvx.region import MemoryRegion
 
 METADATA_VERSION = 1
+# Registered regions of one peer: one a segment and mapping, so thousands at the most.
+MOST_REGIONS = 1 << 18
 
 
 class Op(StrEnum):
@@ -114,7 +116,7 @@ class ConnectorMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     connector: str
     generation: int
     base_address: int
-    regions: list[tuple[int, int]]
+    regions: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MOST_REGIONS)]
     library: bytes
 
 
@@ -128,6 +130,7 @@ class Connector(ABC):
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._clock = time.monotonic
         self._state = ConnectorState.NEW
         self._generation = 0
         self._regions = RegionTable.of(0, [])
@@ -224,7 +227,7 @@ class Connector(ABC):
                 peer=peer,
                 nbytes=int(copies.length.sum()),
                 num_descriptors=len(copies.length),
-                deadline=time.monotonic() + deadline_s,
+                deadline=self._clock() + deadline_s,
                 deadline_s=deadline_s,
             )
             self._submit(transfer, copies, notify)
@@ -238,7 +241,7 @@ class Connector(ABC):
         with self._lock:
             notifications: list[tuple[str, bytes]] = []
             if self._state is ConnectorState.OPEN:
-                now = time.monotonic()
+                now = self._clock()
                 for transfer in self._pending:
                     if now > transfer.deadline and transfer.stop_cause is None:
                         self._stop(transfer, TransferTimeout(self._timeout_text(transfer)))
@@ -336,7 +339,7 @@ class Connector(ABC):
         self._finished.append(transfer)
 
     def _stop(self, transfer: Transfer, cause: KVXError) -> None:
-        transfer.stop_cause, transfer.stop_time = cause, time.monotonic()
+        transfer.stop_cause, transfer.stop_time = cause, self._clock()
         self._cancel(transfer)
 
     def _timeout_text(self, transfer: Transfer) -> str:

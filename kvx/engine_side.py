@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -209,7 +210,7 @@ class Outbox:
 
 
 class EngineSide:
-    """One rank's own side. `post` runs a callable on the hand-off thread."""
+    """One rank's own side. `post` runs a callable on the hand-off thread. `clock`: monotonic seconds."""
 
     def __init__(
         self,
@@ -218,9 +219,10 @@ class EngineSide:
         connectors: Sequence[Connector],
         post: Callable[[Callable[[], None]], None],
         secret: Secret | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings, self.info, self.connectors, self.post = settings, info, tuple(connectors), post
-        self.secret = secret
+        self.secret, self.clock = secret, clock
         self.allowed = AllowedHosts.loopback()  # until the hand-off opens
         self.instance = uuid.uuid4().hex
         self.metrics = HandoffMetrics()

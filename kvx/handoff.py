@@ -68,7 +68,7 @@ class HandoffWorker:
     """`status_extra` adds to `status`; it is called on the hand-off thread and must be quick.
 
     `secret`: what its engines share (`kvx.secret.read_secret`). With one, nobody else is talked to.
-    `curve`: the key pair that they share (`kvx.curve.read_curve`), to encrypt what they say.
+    `curve`: the key pair that they share (`kvx.curve.read_curve`), to encrypt what they say. `clock` is monotonic.
     """
 
     def __init__(
@@ -79,11 +79,13 @@ class HandoffWorker:
         status_extra: Callable[[], dict[str, Any]] | None = None,
         secret: Secret | None = None,
         curve: Curve | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings = settings
+        self._settings, self._clock = settings, clock
         self._status_extra = status_extra
         self._curve = curve
-        self._side = EngineSide(settings, info, connectors, self._post, secret)
+        self._side = EngineSide(settings, info, connectors, self._post, secret, clock)
         self._holder = Holder(self._side, self._reply, self.status)
         self._puller = Puller(self._side, self._open_link, self._close_link)
         self._pulling: set[str] = set()  # the engine's thread: pulls whose outcome it has not taken
@@ -131,7 +133,21 @@ class HandoffWorker:
         self._side.allowed = door.allowed_hosts(self._settings, self._side.secret)
         door.warn_of_strangers(self._settings, self._side.secret)
         self._side.tracer = open_tracer(self._side.info.engine_id, self._settings.otlp_traces_endpoint)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._listen()
+        self._start()
+
+    # A simulation replaces these two: it has sockets of its own, and takes the thread's turns itself.
+
+    def _new_sockets(self) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Poller]:
+        return zmq.Context(), zmq.Poller()
+
+    def _start(self) -> None:
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvx-handoff", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        self._context, self._poller = self._new_sockets()
         try:
             self._server = Server(
                 self._context,
@@ -145,12 +161,8 @@ class HandoffWorker:
             self._end_tracer()
             raise
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._poller.register(self._server.socket, zmq.POLLIN)
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="kvx-handoff", daemon=True)
-        self._thread.start()
 
     def hold(
         self, request_id: str, blocks: Sequence[Sequence[int]], num_tokens: int, lease_s: float | None = None
@@ -165,7 +177,7 @@ class HandoffWorker:
         self._check_blocks(blocks)
         if len(self._holding) >= MOST_HOLDS:
             raise Crowded(f"{MOST_HOLDS} requests are held already; read them faster, or shorten lease_s")
-        now, lease_s = time.monotonic(), self._settings.lease_s if lease_s is None else lease_s
+        now, lease_s = self._clock(), self._settings.lease_s if lease_s is None else lease_s
         kept = tuple(tuple(int(block) for block in of_group) for of_group in blocks)
         latest = now + max(lease_s, self._settings.max_hold_s)
         hold = Hold(request_id, kept, num_tokens, now + lease_s, lease_s, latest)
@@ -205,7 +217,7 @@ class HandoffWorker:
         self._require_open()
         if len(self._notes) >= MOST_NOTES:
             return
-        self._post(lambda: self._puller.keep(waiting, time.monotonic()))
+        self._post(lambda: self._puller.keep(waiting, self._clock()))
 
     def pull(self, pull: Pull) -> None:
         """Fetch a request's KV; with no tokens to fetch, only tell the owner that it may free its blocks.
@@ -220,7 +232,7 @@ class HandoffWorker:
         if len(self._pulling) >= MOST_PULLS:
             raise Crowded(f"{MOST_PULLS} pulls are on their way already; ask again when some have ended")
         self._pulling.add(pull.request_id)
-        self._post(lambda: self._puller.start(pull, time.monotonic()))
+        self._post(lambda: self._puller.start(pull, self._clock()))
 
     def count_failure(self, error: KVXError) -> None:
         """A pull that `pull` refused, so that the metrics have it too."""
@@ -272,14 +284,20 @@ class HandoffWorker:
         a hold may finish, which takes as long as its lease and grace at most: their library reads our memory whether
         we like it or not. Idempotent, and harmless before `open` and after `close`.
         """
-        self._side.is_suspended = True
+        ended = self._begin_suspending()
         if self._thread is None:
             return
-        ended = threading.Event()
-        self._post(lambda: self._suspend(ended))
         while not ended.wait(1.0) and self._thread.is_alive():
             pass
         self._side.end_digests()
+
+    def _begin_suspending(self) -> threading.Event:
+        """Set when nothing of the hand-off's thread touches the cache any more."""
+        self._side.is_suspended = True
+        ended = threading.Event()
+        if self._thread is not None:
+            self._post(lambda: self._suspend(ended))
+        return ended
 
     def resume(self, num_blocks: int, generation: int) -> None:
         """Go on with the same views and a new generation, `num_blocks` of them committed."""
@@ -378,14 +396,14 @@ class HandoffWorker:
             if link.socket in ready or link.monitor in ready:
                 self._guarded(partial(self._read_link, link))
         self._guarded(self._poll_connectors)
-        now = time.monotonic()
+        now = self._clock()
         self._guarded(partial(self._puller.tick, now))
         self._guarded(partial(self._holder.expire, now))
         self._end_suspending(now)
 
     def _sleep_ms(self) -> int:
         """How long ZeroMQ may wait. With something in flight: a short sleep here and no wait there."""
-        now = time.monotonic()
+        now = self._clock()
         if self._puller.is_moving or self._holder.is_being_read or now < self._holder.setup_until:
             time.sleep(self._poll_s)
             self._poll_s = min(self._poll_s * 1.5, SETUP_POLL_S if now < self._holder.setup_until else SLOWEST_POLL_S)
@@ -419,7 +437,7 @@ class HandoffWorker:
                 self._puller.on_transfer(transfer)
 
     def _suspend(self, ended: threading.Event) -> None:
-        self._suspending = ended, time.monotonic() + self._settings.transfer_deadline_s
+        self._suspending = ended, self._clock() + self._settings.transfer_deadline_s
         self._holder.suspend()
         self._puller.suspend()
 
@@ -433,9 +451,9 @@ class HandoffWorker:
             ended.set()
 
     def _finish(self) -> None:
-        deadline = time.monotonic() + self._settings.transfer_deadline_s
+        deadline = self._clock() + self._settings.transfer_deadline_s
         self._puller.close()
-        while self._puller.is_moving and time.monotonic() < deadline:
+        while self._puller.is_moving and self._clock() < deadline:
             self._poll_connectors()
             time.sleep(SLOWEST_POLL_S)
         self._server.close()

@@ -19,16 +19,37 @@ from kvx.errors import Crowded, HandshakeError, KVXError, LeaseExpired, StaleGen
 from kvx.geometry import GroupGeometry
 from kvx.peer import EngineInfo, PeerDescriptor, VerifyMode
 from kvx.seal import MESSAGE_LIMIT_BYTES as MESSAGE_LIMIT_BYTES
-from kvx.seal import PROTOCOL_VERSION, RequestSeal
+from kvx.seal import PROTOCOL_VERSION, REQUEST_LIMIT_BYTES, RequestSeal, require_size
 from kvx.seal import RefusedMessage as RefusedMessage
 from kvx.secret import read_secret
 from kvx.ticket import LONGEST_TICKET
 
 DIGEST_PAGE_BYTES = 1 << 20
+# Counts that a reply may have; without them, 8 MiB of empty lists become half a GiB of Python objects.
+MOST_GROUPS = 1024
+MOST_BLOCKS = 1 << 20
+MOST_LAYERS = 1 << 16
+MOST_FIELDS = 32
+MOST_CONNECTORS = 64
+# Of a status, which has no schema: only the command line asks for one.
+STATUS_LIMIT_BYTES = 1 << 20
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+BlockId = Annotated[int, msgspec.Meta(ge=-1, lt=2**62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
+# As GroupGeometry.to_wire gives it, and from_wire checks it.
+WireGroup = Annotated[
+    dict[
+        Annotated[str, msgspec.Meta(max_length=64)],
+        Text
+        | int
+        | Annotated[list[Text | int], msgspec.Meta(max_length=MOST_LAYERS)]
+        | Annotated[dict[Text, int], msgspec.Meta(max_length=MOST_FIELDS)]
+        | None,
+    ],
+    msgspec.Meta(max_length=MOST_FIELDS),
+]
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
@@ -49,11 +70,11 @@ class Welcome(Message):
     instance: Text
     generation: Count
     layout: Text
-    groups: list[dict[str, Any]]
+    groups: Annotated[list[WireGroup], msgspec.Meta(max_length=MOST_GROUPS)]
     num_blocks: Count
     verify: VerifyMode
     digest: Text
-    connectors: dict[str, bytes]
+    connectors: Annotated[dict[Text, bytes], msgspec.Meta(max_length=MOST_CONNECTORS)]
 
 
 class Claim(Message):
@@ -75,7 +96,9 @@ class Claimed(Message):
     request_id: Text
     instance: Text
     generation: Count
-    blocks: list[list[int]]
+    blocks: Annotated[
+        list[Annotated[list[BlockId], msgspec.Meta(max_length=MOST_BLOCKS)]], msgspec.Meta(max_length=MOST_GROUPS)
+    ]
     num_tokens: Count
     left_s: Seconds
 
@@ -147,6 +170,7 @@ class _Header(msgspec.Struct):
 
     version: int
     sequence: int = 0
+    kind: str = ""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -161,7 +185,7 @@ def encode(message: Message) -> bytes:
 
 def decode_request(data: bytes) -> Request:
     """RefusedMessage when it is too long, of another protocol version, or not exactly one of the requests."""
-    sequence = _check_envelope(data)
+    sequence = _check_envelope(data, REQUEST_LIMIT_BYTES)
     try:
         return _REQUEST_DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -170,7 +194,7 @@ def decode_request(data: bytes) -> Request:
 
 def decode_reply(data: bytes) -> Reply:
     """The same for replies."""
-    sequence = _check_envelope(data)
+    sequence = _check_envelope(data, MESSAGE_LIMIT_BYTES)
     try:
         return _REPLY_DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -196,9 +220,8 @@ def _reply_to(nonce: bytes, seal: RequestSeal, data: bytes, where: str) -> Reply
     return decode_reply(body)
 
 
-def _check_envelope(data: bytes) -> int:
-    if len(data) > MESSAGE_LIMIT_BYTES:
-        raise RefusedMessage(f"a side channel message has {len(data)} bytes, the limit is {MESSAGE_LIMIT_BYTES}")
+def _check_envelope(data: bytes, limit: int) -> int:
+    require_size(data, limit)
     try:
         header = _HEADER_DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -208,6 +231,8 @@ def _check_envelope(data: bytes) -> int:
             f"side channel protocol {header.version} found, {PROTOCOL_VERSION} spoken here; use one version of kvx",
             max(header.sequence, 0),
         )
+    if header.kind == "statusreply":
+        require_size(data, STATUS_LIMIT_BYTES)
     return header.sequence
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,7 +76,7 @@ class Holder:
         if self._side.tracer is not None:
             self._side.tracer.hold_began(hold.request_id)
         hold.is_freed = hold.is_awaiting_reuse = self._side.injector.take(inject.Fault.STALE)
-        self._table.add(hold, time.monotonic())
+        self._table.add(hold, self._side.clock())
 
     def drop(self, request_id: str) -> None:
         """The engine aborts a hold."""
@@ -109,7 +108,7 @@ class Holder:
         if hold.is_freed:
             self._released(hold.request_id)
             if self._table.holds.get(hold.request_id) is hold:
-                self._stale.append((hold, time.monotonic() + inject.STALE_WAIT_S))
+                self._stale.append((hold, self._side.clock() + inject.STALE_WAIT_S))
 
     def answer(self, sender: bytes, request: Request | RefusedMessage) -> None:
         """Every request but RELEASE gets a reply, if only a refusal."""
@@ -135,7 +134,7 @@ class Holder:
             logger.warning("refused a side channel message (%s no. %d): %r", cause, count, reason_of(error))
 
     def _answer(self, sender: bytes, request: Request) -> None:
-        now = time.monotonic()
+        now = self._side.clock()
         match request:
             case Hello():
                 self.setup_until = now + SETUP_S
@@ -198,4 +197,4 @@ class Holder:
     def _reused(self, hold: Hold) -> None:
         """A hold that was freed early has other content now: let its reader read that."""
         hold.is_awaiting_reuse = False
-        self._table.answer_parked(hold.request_id, time.monotonic())
+        self._table.answer_parked(hold.request_id, self._side.clock())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -57,7 +56,7 @@ class Checker:
         if not check.is_complete:
             return
         finding = check.finding()
-        pull.span("check", time.monotonic())
+        pull.span("check", self._side.clock())
         metrics, request = self._side.metrics, pull.spec.remote_request_id
         metrics.digests_checked += finding.checked
         metrics.digests_mismatched += finding.mismatched

@@ -12,7 +12,6 @@ transfer touches its blocks any more.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -117,7 +116,7 @@ class Puller:
         pull.transfers.remove(transfer)
         if transfer.state is not TransferState.DONE and pull.cause is None:
             cause = transfer.cause or TransferError(f"a transfer was {transfer.state.value}")
-            self._fail(pull, _lease_ended() if time.monotonic() >= pull.kept_until else cause)
+            self._fail(pull, _lease_ended() if self._side.clock() >= pull.kept_until else cause)
         elif not pull.transfers:
             self._guard(pull, self._moved)
 
@@ -229,7 +228,7 @@ class Puller:
                 theirs.info.engine_id,
                 "ask the engine that holds the request",
             )
-        now = time.monotonic()
+        now = self._side.clock()
         pull.span("greet", now)
         pull.phase, pull.claim_sent, pull.has_claimed = Phase.CLAIM, now, True
         claim = Claim(
@@ -252,7 +251,7 @@ class Puller:
             self._owners.disconnect(pull.owner)
             self._greet_or_claim(pull)
             return
-        now = time.monotonic()
+        now = self._side.clock()
         pull.span("claim", now)
         pull.kept_until, pull.held_tokens = pull.claim_sent + claimed.left_s, claimed.num_tokens
         if pull.spec.num_tokens == 0:
@@ -271,7 +270,7 @@ class Puller:
             )
         pull.claimed_from, pull.moved = theirs, self._plan(pull, claimed, theirs)
         pull.phase = Phase.MOVE
-        pull.span("plan", time.monotonic())
+        pull.span("plan", self._side.clock())
         if not len(pull.moved):
             self._moved(pull)
             return
@@ -289,7 +288,7 @@ class Puller:
         if owner.connector is None or owner.peer is None or not owner.peer.connected:
             place = f"{pull.spec.host}:{pull.spec.port}"
             raise TransferError(f"the connection to engine {place} ended before everything was read; ask again")
-        deadline_s = min(self._side.settings.transfer_deadline_s, max(0.0, pull.kept_until - time.monotonic()))
+        deadline_s = min(self._side.settings.transfer_deadline_s, max(0.0, pull.kept_until - self._side.clock()))
         pull.connector = owner.connector
         transfer = pull.connector.submit(Op.READ, owner.peer, pull.pieces.pop(0), deadline_s=deadline_s)
         pull.transfers.append(transfer)
@@ -325,7 +324,7 @@ class Puller:
         if pull.pieces:
             self._submit_next(pull)
             return
-        now = time.monotonic()
+        now = self._side.clock()
         pull.span("move", now)
         if now >= pull.kept_until:
             raise _lease_ended()
@@ -395,11 +394,11 @@ class Puller:
             metrics.by_connector[pull.connector.name] = metrics.by_connector.get(pull.connector.name, 0) + 1
         metrics.bytes += pull.moved.total_bytes
         metrics.blocks += self._side.count_blocks(pull.spec)
-        metrics.durations_s.append(time.monotonic() - pull.started)
+        metrics.durations_s.append(self._side.clock() - pull.started)
         metrics.spans_s.append(pull.spans_s)
         self._trace(pull, "received")
         self._side.receive(pull.spec.request_id)
-        self._owners.release_soon(pull, time.monotonic())
+        self._owners.release_soon(pull, self._side.clock())
 
     def _trace(self, pull: ActivePull, outcome: str) -> None:
         if self._side.tracer is None:

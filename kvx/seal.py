@@ -23,8 +23,10 @@ from kvx.errors import HandshakeError
 from kvx.secret import Secret
 
 PROTOCOL_VERSION = 1
-# A claim reply of a million blocks and a page of digests fit; a request never comes near it.
+# A claim reply of a million blocks and a page of digests fit.
 MESSAGE_LIMIT_BYTES = 8 << 20
+# Requests come from strangers, too; the longest, a sealed claim with its names and its ticket, has half of it.
+REQUEST_LIMIT_BYTES = 64 << 10
 DEFAULT_WINDOW_S = 30.0
 NONCE_BYTES, SIGNATURE_BYTES = 16, 32
 # Links that spoke within the time window. More are refused, which only those who know the secret can bring about.
@@ -90,7 +92,7 @@ class RequestSeal:
         if self._secret is None:
             return data, b""
         try:
-            envelope = _opened(self._secret, REPLY, data)
+            envelope = _opened(self._secret, REPLY, data, MESSAGE_LIMIT_BYTES)
             _require_fresh(envelope, self._clock(), self._window_s)
         except RefusedMessage as error:
             raise RefusedMessage(
@@ -124,7 +126,7 @@ class ReplySeal:
         """(body, nonce) of a request. RefusedMessage: unsigned, forged, stale, replayed, or from too many senders."""
         if self._secret is None:
             return data, b""
-        envelope = _opened(self._secret, REQUEST, data)
+        envelope = _opened(self._secret, REQUEST, data, REQUEST_LIMIT_BYTES)
         now = self._clock()
         _require_fresh(envelope, now, self._window_s)
         if envelope.time_s < self._started:
@@ -158,9 +160,14 @@ def _sealed(
     )
 
 
-def _opened(secret: Secret, direction: bytes, data: bytes) -> Envelope:
-    if len(data) > MESSAGE_LIMIT_BYTES:
-        raise RefusedMessage(f"a side channel message has {len(data)} bytes, the limit is {MESSAGE_LIMIT_BYTES}")
+def require_size(data: bytes, limit: int) -> None:
+    """RefusedMessage: longer than that."""
+    if len(data) > limit:
+        raise RefusedMessage(f"a side channel message has {len(data)} bytes, the limit is {limit}")
+
+
+def _opened(secret: Secret, direction: bytes, data: bytes, limit: int) -> Envelope:
+    require_size(data, limit)
     try:
         envelope = _DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:

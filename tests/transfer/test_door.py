@@ -14,7 +14,7 @@ import zmq
 import zmq.auth
 from engine_process import EngineConfig, Remote, StartEngines
 from test_handoff import hand_off, pull
-from test_side_channel import BAD, listening_addresses
+from test_side_channel import BAD, listening_addresses, message
 
 from kvx.errors import HandshakeError
 from kvx.handshake import (
@@ -25,12 +25,13 @@ from kvx.handshake import (
     Message,
     Refused,
     Release,
+    Renew,
     Status,
     decode_reply,
     encode,
     request_status,
 )  # fmt: skip
-from kvx.seal import RequestSeal
+from kvx.seal import REQUEST_LIMIT_BYTES, RequestSeal
 from kvx.secret import Secret
 from kvx.sidechannel import HARD_LIMIT_BYTES, STRANGERS_REPLY
 from kvx.ticket import Ticket, write_ticket
@@ -92,6 +93,7 @@ def requests() -> list[Message]:
         Digests(sequence=3, request_id="r", group=0, first_token=0, num_tokens=1, head_start=0, head_count=1),
         Status(sequence=4),
         Release(sequence=5, request_id="r", reader="me"),
+        Renew(sequence=6, request_id="r"),
     ]
 
 
@@ -145,13 +147,99 @@ def test_a_stranger_gets_nothing_and_frees_nothing(
         assert only_refused(stranger.ask(data)), name
     counted = refused(owner)
     assert counted["unsigned"] >= 5
-    assert counted["forged"] == 5
-    assert sum(counted.values()) == 10 + len(BAD)
+    assert counted["forged"] == len(requests())
+    assert sum(counted.values()) == 2 * len(requests()) + len(BAD)
     stranger.say(b"\0" * (HARD_LIMIT_BYTES + 1))  # ends its own connection
     assert not any(owner.events(0.2).values())
     assert owner.status()["handoff"] == {"holds": 1, "released": 0, "expired": 0, "renewed": 0}
     assert owner.status()["side_channel"]["internal_errors"] == 0
     hand_off(owner, reader, 100, 1)
+
+
+STRANGERS = {
+    "read KV": [
+        Claim(sequence=1, request_id="r", reader="stranger", wait_s=1.0),
+        Digests(sequence=2, request_id="r", group=0, first_token=0, num_tokens=16, head_start=0, head_count=2),
+    ],
+    "register a peer": [Hello(sequence=1, engine_id="decode"), Hello(sequence=2, engine_id="another")],
+    "free a block": [
+        Release(sequence=1, request_id="r", reader="me"),
+        Claim(sequence=2, request_id="r", reader="me", wait_s=0.0),
+        Release(sequence=3, request_id="r", reader="me"),
+    ],
+    "keep a block": [Renew(sequence=1, request_id="r")],
+}
+
+
+@pytest.mark.parametrize("what", [*STRANGERS, "stop the engine"])
+def test_a_stranger_cannot(what: str, start_engines: StartEngines, stranger_at: Callable[[Remote], Stranger]) -> None:
+    """Neither unsigned nor signed with another secret; an engine has claimed the blocks meanwhile, as "me"."""
+    owner, reader = start_engines(
+        EngineConfig("prefill", settings={"verify": "all"}, environ=WITH_SECRET),
+        EngineConfig("decode", settings={"verify": "all"}, environ=WITH_SECRET),
+    )
+    owner.hold("r", [[1]], 16)
+    engine, seal = stranger_at(owner), RequestSeal(SECRET)
+    claim = Claim(sequence=1, request_id="r", reader="me", wait_s=1.0, ticket=owner.ticket("r", 16))
+    body, _ = seal.open(msgspec.msgpack.encode(engine.ask(seal.seal(1, encode(claim))[0])))
+    assert isinstance(decode_reply(body), Claimed)
+    stranger, other = stranger_at(owner), RequestSeal(Secret(b"not the secret of it"))
+    said = [encode(message) for message in STRANGERS.get(what, [])]
+    if what == "stop the engine":
+        said = [message(kind=kind) for kind in ("stop", "shutdown", "close", "exit")] + [b"\x91" * 60_000, b""] * 500
+    for sequence, data in enumerate(said, start=1):
+        assert only_refused(stranger.ask(data)), what
+        assert only_refused(stranger.ask(other.seal(sequence, data)[0])), what
+    assert owner.status()["handoff"] == {"holds": 1, "released": 0, "expired": 0, "renewed": 0}
+    assert sum(refused(owner).values()) == 2 * len(said)
+    assert owner.status()["side_channel"]["internal_errors"] == 0
+    hand_off(owner, reader, 100, 1)
+    engine.say(seal.seal(2, encode(Release(sequence=2, request_id="r", reader="me")))[0])
+    assert owner.events(5)["released"] == {"r"}, "and it was the engine's own word that freed it"
+
+
+def test_a_stranger_in_an_owners_place_is_no_peer(start_engines: StartEngines) -> None:
+    """It listens where a ticket leads to, and says what an engine would say, but cannot sign it."""
+    owner, plain, reader = start_engines(
+        EngineConfig("prefill", environ=WITH_SECRET),
+        EngineConfig("prefill"),
+        EngineConfig("decode", environ=WITH_SECRET),
+    )
+    plain.hold("r", [[1]], 16)
+    ask(reader, plain, "r", "r", a_ticket(plain, "r"))
+    assert "does not know our secret" in reader.events(5)["failed"]["r"]
+    assert plain.status()["handoff"]["holds"] == 1, "nothing was claimed"
+    hand_off(owner, reader, 100, 1)
+
+
+def test_replayed_unsigned_expired_truncated_and_oversized_messages_are_dropped_and_counted(
+    start_engines: StartEngines, stranger_at: Callable[[Remote], Stranger]
+) -> None:
+    """Each would free the blocks, were it taken."""
+    (owner,) = start_engines(EngineConfig("prefill", settings={"auth_window_s": 5.0}, environ=WITH_SECRET))
+    owner.hold("r", [[1]], 16)
+    engine, seal, thief = stranger_at(owner), RequestSeal(SECRET), stranger_at(owner)
+    release = encode(Release(sequence=2, request_id="r", reader="me"))
+    early, _ = seal.seal(1, release)  # nobody had claimed: it freed nothing, and a thief keeps it
+    engine.say(early)
+    claim = Claim(sequence=2, request_id="r", reader="me", wait_s=1.0, ticket=owner.ticket("r", 16))
+    engine.ask(seal.seal(2, encode(claim))[0])
+    signed, _ = seal.seal(3, release)
+    old, _ = RequestSeal(SECRET, clock=lambda: time.time() - 6.0).seal(1, release)
+    padded = Release(sequence=4, request_id="r" * 1024, reader="m" * 1024)
+    dropped = {
+        "replayed": (early, "replayed"), "unsigned": (release, "unsigned"), "expired": (old, "stale"),
+        "truncated": (signed[:-1], "malformed"),
+        "oversized": (seal.seal(4, encode(padded) + b"\0" * REQUEST_LIMIT_BYTES)[0], "malformed"),
+    }  # fmt: skip
+    for number, (name, (data, cause)) in enumerate(dropped.items(), start=1):
+        before = refused(owner).get(cause, 0)
+        assert only_refused(thief.ask(data)), name
+        assert refused(owner)[cause] == before + 1, name
+        assert sum(refused(owner).values()) == number
+    assert owner.status()["handoff"]["holds"] == 1
+    engine.say(signed)
+    assert owner.events(5)["released"] == {"r"}, "the same word, signed, whole, in time and once"
 
 
 def test_replayed_and_stale_messages_are_refused(

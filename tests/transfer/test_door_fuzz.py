@@ -26,7 +26,8 @@ from kvx.secret import Secret
 __all__ = ["stranger_at"]
 pytestmark = pytest.mark.transfer
 
-BATCHES, BATCH = 200, 10
+# Messages with and without a secret, each: 2,000 of them in `make check`, 20,000 more in `make test`.
+FEW, MANY, BATCH = 1000, 10_000, 20
 MOST_GROWTH_BYTES = 48 << 20
 
 PLAIN = [encode(request) for request in requests()]
@@ -68,15 +69,16 @@ def is_request(data: bytes) -> bool:
     return True
 
 
+@pytest.mark.parametrize("messages", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("environ", [{}, WITH_SECRET], ids=["without a secret", "with a secret"])
 def test_nothing_comes_of_messages_that_no_engine_sends(
-    start_engines: StartEngines, stranger_at: Callable[[Remote], Stranger], environ: dict[str, str]
+    start_engines: StartEngines, stranger_at: Callable[[Remote], Stranger], environ: dict[str, str], messages: int
 ) -> None:
     owner, reader = start_engines(EngineConfig("prefill", environ=environ), EngineConfig("decode", environ=environ))
     owner.hold("held", [[1]], 16, 600.0)
     hand_off(owner, reader, 100, 1)
     stranger, seal, sent = stranger_at(owner), RequestSeal(SECRET if environ else None), [0, 0]
-    sizes = []
+    sizes, batches = [], messages // BATCH
 
     def is_right(data_of_batch: list[bytes], reply: dict[str, Any]) -> bool:
         if environ:
@@ -85,7 +87,7 @@ def test_nothing_comes_of_messages_that_no_engine_sends(
 
     # derandomize: the same messages in every run. The engine is the same for all examples, on purpose.
     @settings(
-        max_examples=BATCHES, derandomize=True, database=None, deadline=None,
+        max_examples=batches, derandomize=True, database=None, deadline=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(st.lists(MESSAGES, min_size=BATCH, max_size=BATCH))
@@ -104,11 +106,11 @@ def test_nothing_comes_of_messages_that_no_engine_sends(
             assert only_refused(stranger.ask(last)), "replayed"
         sent[0] += 1
         sent[1] += len(batch)
-        if sent[0] in (BATCHES // 4, BATCHES):
+        if sent[0] in (batches // 4, batches):
             sizes.append(resident_bytes(owner))
 
     run()
-    assert sent[1] >= BATCHES * BATCH
+    assert sent[1] >= messages
     assert max(sizes) - min(sizes) < MOST_GROWTH_BYTES
     status = owner.status()
     assert status["side_channel"]["internal_errors"] == 0

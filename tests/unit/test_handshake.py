@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from kvx.errors import LayoutError, PeerMismatch
 from kvx.geometry import GroupGeometry, HeadRange
 from kvx.handshake import (
+    MOST_BLOCKS,
     Claim,
     Hello,
     RefusedMessage,
@@ -26,6 +28,9 @@ from kvx.handshake import (
     welcome,
 )
 from kvx.peer import EngineInfo, PeerDescriptor, require_compatible
+from kvx.seal import REQUEST_LIMIT_BYTES, RequestSeal
+from kvx.secret import Secret
+from kvx.ticket import LONGEST_TICKET
 
 GROUP = GroupGeometry(
     name="full", kind="full_attention", layers=("a", "b"), layer_offsets_bytes=(0, 1 << 20), block_stride_bytes=1024,
@@ -98,6 +103,54 @@ def test_any_msgpack_value_in_a_field_is_refused_or_fits(value: object) -> None:
     else:
         assert isinstance(decoded, Claim)
         assert decoded.reader == value
+
+
+EMPTY_LISTS = b"\xdd" + (1 << 20).to_bytes(4) + b"\x90" * (1 << 20)
+
+
+def with_field(data: bytes, name: str, value: bytes) -> bytes:
+    """A message's bytes with one field more."""
+    return bytes([data[0] + 1]) + data[1:] + msgspec.msgpack.encode(name) + value
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "value"),
+    [
+        ({"kind": "claimed", "request_id": "r"}, "blocks", EMPTY_LISTS),
+        (
+            {"kind": "claimed", "request_id": "r"},
+            "blocks",
+            b"\x91\xdd" + (MOST_BLOCKS + 1).to_bytes(4) + b"\x01" * (MOST_BLOCKS + 1),
+        ),
+        ({"kind": "claimed", "request_id": "r"}, "blocks", b"\x91\x91\xcf\x80" + bytes(7)),
+        ({"kind": "welcome", "instance": "i"}, "groups", EMPTY_LISTS.replace(b"\x90", b"\x80")),
+        ({"kind": "welcome", "instance": "i"}, "groups", b"\x91\x81\xa1a" + EMPTY_LISTS),
+        ({"kind": "welcome", "instance": "i"}, "connectors", EMPTY_LISTS.replace(b"\x90", b"\x80")),
+        ({"kind": "statusreply"}, "status", b"\x81\xa1a" + EMPTY_LISTS),
+    ],
+)
+def test_what_a_reply_may_become_in_memory_is_limited(message: dict[str, str], field: str, value: bytes) -> None:
+    data = msgspec.msgpack.encode({**message, "version": 1, "sequence": 7})
+    tracemalloc.start()
+    with pytest.raises(RefusedMessage):
+        decode_reply(with_field(data, field, value))
+    used = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert used < 4 << 20
+
+
+def test_a_request_is_small_and_the_longest_one_fits() -> None:
+    longest = Claim(
+        sequence=2**62 - 1, request_id="\U0001f600" * 1024, reader="\U0001f600" * 1024, wait_s=1.0,
+        ticket="x" * LONGEST_TICKET,
+    )  # fmt: skip
+    sealed, _ = RequestSeal(Secret(b"a secret of tests")).seal(1, encode(longest))
+    assert len(sealed) < REQUEST_LIMIT_BYTES / 2
+    assert decode_request(encode(longest)) == longest
+    with pytest.raises(
+        RefusedMessage, match=f"has {REQUEST_LIMIT_BYTES + 1} bytes, the limit is {REQUEST_LIMIT_BYTES}"
+    ):
+        decode_request(b"\x00" * (REQUEST_LIMIT_BYTES + 1))
 
 
 def test_another_version_is_named() -> None:

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_pulls import Pair
 
+from kvx.engine_side import HandoffEvents
 from kvx.errors import ConnectorError
 from kvx.secret import Secret
 from kvx.ticket import read_ticket
 from kvx.vllm import settings
-from kvx.vllm.bridge_scheduler import BridgeScheduler, RemotePrefill
+from kvx.vllm.bridge_scheduler import BridgeScheduler, PullWork, RemotePrefill
 
 KEY = "a secret for tests, and for nothing else"
 
@@ -136,6 +138,66 @@ def test_what_leads_nowhere_is_nothing_where_nothing_is_to_be_read(monkeypatch: 
         else:
             assert scheduler.finished(request, [[5, 6]]) == (False, None)
         assert scheduler._work.pulls == []
+
+
+def asked_by_decode(params: dict[str, Any]) -> PullWork:
+    """What decode's scheduler asks its workers for, of a request with these kv_transfer_params."""
+    scheduler = BridgeScheduler(vllm_config(), CacheConfig())
+    request = SimpleNamespace(
+        request_id="r", kv_transfer_params=dict(params), num_computed_tokens=0, num_prompt_tokens=32
+    )
+    scheduler.blocks_allocated(request, [[7, 8]], 32)
+    (work,) = scheduler._work.pulls
+    return work
+
+
+@pytest.mark.parametrize(
+    ("altered", "cause"),
+    [
+        ({"remote_host": "10.0.0.66"}, "leads to 127.0.0.1 port 5600, not to 10.0.0.66"),
+        ({"remote_host": "unknown.example"}, "not to unknown.example"),
+        ({"remote_port": 5599}, "not to 127.0.0.1 port 5599"),
+        ({"remote_request_id": "another"}, "is for request r of engine prefill, not for another"),
+        ({"remote_engine_id": "another"}, "not for r of another"),
+        ({"kvx_ticket": None}, "has no ticket"),
+        ({"kvx_ticket": "no ticket at all"}, "is not one that an engine with our secret signed"),
+        ({"kvx_ticket": lambda ticket: ticket[:-8] + "AAAAAAAA"}, "is not one that an engine with our secret signed"),
+        ({"kvx_ticket": lambda ticket: ticket[:60]}, "is not one that an engine with our secret signed"),
+    ],
+    ids=["host", "unknown host", "port", "another request", "another engine", "none", "text", "altered", "cut"],
+)  # fmt: skip
+def test_what_an_http_client_alters_fails_that_hand_off_and_connects_to_nothing(
+    monkeypatch: pytest.MonkeyPatch, altered: dict[str, Any], cause: str
+) -> None:
+    params = prefilled(monkeypatch)
+    for name, value in altered.items():
+        params[name] = value(params[name]) if callable(value) else value
+    failed = pulled(asked_by_decode(params))
+    assert cause in failed.failure()
+    assert failed.links == []
+
+
+def test_another_requests_blocks_are_not_to_be_had_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever numbers a client sends, decode asks for the request, and the owner answers with its own."""
+    params = prefilled(monkeypatch)
+    right = asked_by_decode(params)
+    for blocks in ([[5, 6]], [[2, 1]], [], "none", None):
+        assert asked_by_decode(params | {"remote_block_ids": blocks, "remote_num_tokens": 10**6}) == right
+    begun = pulled(right)
+    assert [link.host for link in begun.links] == ["127.0.0.1"]
+    assert begun.events() == HandoffEvents()
+
+
+def pulled(work: PullWork) -> Pair:
+    """A reader's half that has begun it, as the bridge's worker would."""
+    pair = Pair()
+    pair.side.secret = Secret(KEY.encode())
+    pair.start(
+        request_id=work.request_id, remote_request_id=work.remote_request_id, remote_engine_id=work.remote_engine_id,
+        host=work.host, port=work.port, blocks=work.blocks, first_token=work.first_token, num_tokens=work.num_tokens,
+        ticket=work.ticket,
+    )  # fmt: skip
+    return pair
 
 
 def test_allowed_hosts_come_as_a_list_of_json() -> None:
