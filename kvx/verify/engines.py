@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvx.errors import EngineError
 from kvx.servers import EngineSettings, Server, Servers, free_ports, require_free_port, share_cores
+from kvx.verify.places import DECODE, HOST, PREFILL, Place
 
-HOST = "127.0.0.1"
-PREFILL, DECODE, SINGLE = "prefill", "decode", "single"
+SINGLE = "single"
 BASELINE_SPACE_GIB = 1
 
 
@@ -28,7 +28,8 @@ class RunSettings:
 
     `kv_space_gib` is for engines on a CPU; GPU engines have their share of the device by `arguments`, and run on the
     first one unless `gpus` names those of prefill and decode. `offloading`: those of the connectors that reach no other
-    process; `small_blocks`: the cache of the engine that offloads most.
+    process; `small_blocks`: the cache of the engine that offloads most. `places`: where prefill and decode run; one
+    without a place, on this machine's loopback. `options`: more of `kv_connector_extra_config`.
     """
 
     model: Path
@@ -50,6 +51,11 @@ class RunSettings:
     arguments: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     first_port: int = 0
+    places: Mapping[str, Place] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def place(self, role: str) -> Place:
+        return self.places.get(role, Place())
 
     @property
     def measures(self) -> bool:
@@ -87,6 +93,8 @@ class RunSettings:
             "eager": self.eager,
             "arguments": list(self.arguments),
             "gpus": list(self.gpus),
+            "options": dict(self.options),
+            "places": {role: place.described() for role, place in self.places.items()},
             "inject": self.inject,
         }
 
@@ -146,8 +154,9 @@ def kvx_single(run: RunSettings, *, digests: bool) -> tuple[EngineSettings, int]
 
 
 def _kvx_engine(run: RunSettings, role: str, port: int, side_port: int, *, digests: bool) -> EngineSettings:
-    extra: dict[str, Any] = {"connectors": list(run.connectors), "side_channel_host": HOST}
-    extra |= {"side_channel_port": side_port, "verify": "all" if digests else "off"}
+    place = run.place(role)
+    extra: dict[str, Any] = {"connectors": list(run.connectors), "side_channel_host": place.side_channel_host}
+    extra |= {"side_channel_port": side_port, "verify": "all" if digests else "off", **run.options}
     if run.inject is not None:
         extra["inject"] = run.inject
     if run.offload_bytes is not None:
@@ -157,8 +166,10 @@ def _kvx_engine(run: RunSettings, role: str, port: int, side_port: int, *, diges
         "VLLM_PLUGINS": "kvx",
         "KVX_HOST_ENGINES": os.environ.get("KVX_HOST_ENGINES", "2"),
         **_layout_environment(run),
+        **place.environment,
     }
-    return replace(_engine(run, role, port), kv_transfer=transfer, environment=environment)
+    engine = _engine(run, role, port)
+    return replace(engine, kv_transfer=transfer, environment=environment, host=place.host, prefix=place.prefix)
 
 
 def stock_pair(run: RunSettings, *, environment: dict[str, str] | None = None) -> Pair:

@@ -19,6 +19,7 @@ from kvx.handshake import request_status
 from kvx.servers import Server, Servers
 from kvx.verify import engines, offload, report
 from kvx.verify.client import Answer, Ask, Client
+from kvx.verify.places import DECODE, HOST, PREFILL
 from kvx.verify.questions import STOP, Problem, prompt
 
 SETTLE_S = 5.0
@@ -114,7 +115,7 @@ class _Candidate:
     """The engines under test; the last one gives the answers."""
 
     servers: tuple[Server, ...]
-    side_ports: Mapping[str, int]  # by role
+    side_channels: Mapping[str, tuple[str, int]]  # role -> host and port
 
     def ask(self, client: Client, ask: Ask) -> Answer:
         first, last = self.servers[0], self.servers[-1]
@@ -129,13 +130,14 @@ def _start_candidate(run: engines.RunSettings, servers: Servers, progress: Progr
     if run.hands_off:
         progress.stage("candidate: starting a prefill and a decode server")
         pair = engines.kvx_pair(run, digests=True)
-        ports = {engines.PREFILL: pair.prefill_side_port, engines.DECODE: pair.decode_side_port}
-        return _Candidate(engines.start_pair(run, servers, pair, progress.waiting), ports)
+        ports = {PREFILL: pair.prefill_side_port, DECODE: pair.decode_side_port}
+        channels = {role: (run.place(role).side_channel_host, port) for role, port in ports.items()}
+        return _Candidate(engines.start_pair(run, servers, pair, progress.waiting), channels)
     progress.stage("candidate: starting one server")
     engine, port = engines.kvx_single(run, digests=True)
     server = servers.start(engine)
     servers.wait_healthy(waiting=progress.waiting)
-    return _Candidate((server,), {engines.SINGLE: port})
+    return _Candidate((server,), {engines.SINGLE: (HOST, port)})
 
 
 def _ask_candidate(
@@ -152,7 +154,7 @@ def _ask_candidate(
             progress.stage("candidate: asking again, backwards")
             again = [replace(ask, request_id=f"{ask.request_id}-again") for ask in reversed(asks)]
             rounds.append(_ask_all(settings, again, ask_one, candidate.check, progress)[::-1])
-        statuses = _settled_statuses(candidate.side_ports)
+        statuses = _settled_statuses(candidate.side_channels)
         counters = client.counters(candidate.servers[-1].url)
     finally:
         client.close()
@@ -182,12 +184,12 @@ def _ask_all(
     return answers
 
 
-def _settled_statuses(ports: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+def _settled_statuses(channels: Mapping[str, tuple[str, int]]) -> dict[str, dict[str, Any]]:
     """Each engine's status once nothing is held or pinned any more, or as it is after SETTLE_S seconds."""
     deadline_s = time.monotonic() + SETTLE_S
     while True:
         try:
-            found = {role: request_status(engines.HOST, port) for role, port in ports.items()}
+            found = {role: request_status(*where) for role, where in channels.items()}
         except HandshakeError:
             if time.monotonic() > deadline_s:
                 return {}

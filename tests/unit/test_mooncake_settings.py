@@ -29,6 +29,16 @@ def test_a_name_becomes_the_address_that_peers_connect_to(environment: pytest.Mo
 
 
 @pytest.mark.parametrize(
+    ("address", "host"), [("::1", "127.0.0.1"), ("127.0.0.2", "127.0.0.1"), ("192.0.2.7", "192.0.2.7")]
+)
+def test_peers_connect_to_where_the_side_channel_is(environment: pytest.MonkeyPatch, address: str, host: str) -> None:
+    environment.setattr(mooncake_settings, "_own_address", lambda given: given)
+    assert settings_of_environment(address).host == host
+    environment.setenv("KVX_MOONCAKE_HOST", "192.0.2.8")
+    assert settings_of_environment(address).host == "192.0.2.8"
+
+
+@pytest.mark.parametrize(
     ("variables", "message"),
     [
         ({"PROTOCOL": "udp"}, "KVX_MOONCAKE_PROTOCOL is 'udp'; it needs 'tcp' or 'rdma'"),
