@@ -35,6 +35,19 @@ IDLE_WAIT_S = 0.02
 OFFLOAD_LOOK_S = 0.001
 
 
+def log_as_vllm() -> None:
+    """Show what kvx's core and connectors tell, where vLLM shows its own: it gives handlers to its own logger only.
+
+    Loggers that somebody has given handlers are left alone.
+    """
+    vllms = logging.getLogger("vllm")
+    for name in ("kvx", "kvx_connectors"):
+        ours = logging.getLogger(name)
+        if not ours.handlers:
+            ours.handlers, ours.propagate = list(vllms.handlers), vllms.propagate
+            ours.setLevel(vllms.level)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Request ids that came to an end since the last step."""
@@ -85,6 +98,7 @@ class BridgeWorker:
             LayoutError: a layout that connectors cannot use.
             ConnectorUnavailable: a connector's library is not installed.
         """
+        log_as_vllm()
         cache = self._seam.require_cache()
         if cache.state is not CacheState.READY:
             raise CacheStateError(f"connectors open after extend_kv_cache, but the cache is {cache.state}")

@@ -2,16 +2,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "transfer"))
 
 from engine_process import running_fork_server
+from network import Network
+from offloading_server import OffloadingServer
+from servers_world import SECRET, Answers, ServersWorld
 from table import ALL, Cell
-from world import Network, World
+from world import World
+
+from kvx.verify.model import default_model
 
 _OUTCOMES = pytest.StashKey[dict[str, str]]()
 
@@ -33,8 +39,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         # Of set-up, test and clean-up, the first that is not well decides.
         if outcomes.get(str(cell), "passed") == "passed":
             outcomes[str(cell)] = report.outcome
-        if report.failed and "world" in item.funcargs:  # type: ignore[attr-defined]
-            item.funcargs["world"].sound = False  # type: ignore[attr-defined]
+        for name in {"world", "servers"} & set(item.funcargs if report.failed else ()):  # type: ignore[attr-defined]
+            item.funcargs[name].sound = False  # type: ignore[attr-defined]
     return report  # type: ignore[return-value]
 
 
@@ -43,7 +49,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if path:
         outcomes = session.config.stash[_OUTCOMES]
         rows = [
-            {"connector": cell.connector, "fault": cell.fault, "policy": cell.policy,
+            {"connector": cell.connector, "fault": cell.fault, "policy": cell.policy, "on": cell.on,
              "outcome": "n/a" if cell.reason else outcomes.get(str(cell), "not run"), "reason": cell.reason}
             for cell in ALL
         ]  # fmt: skip
@@ -55,19 +61,17 @@ def cell_outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
     return request.config.stash[_OUTCOMES]
 
 
-class Worlds:
-    """One at a time: engines of the last connector, policy and network, while they are sound."""
+class Kept:
+    """One world at a time: the last one, while it is sound and what is wanted."""
 
-    def __init__(self) -> None:
-        self._world: World | None = None
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make, self._wanted, self._world = make, (), None
 
-    def get(self, connector: str, policy: str, has_network: bool) -> World:
-        now, wanted = self._world, (connector, policy, has_network)
-        if now is None or not now.sound or (now.connector, now.policy, now.network is not None) != wanted:
+    def get(self, *wanted: Any) -> Any:
+        if self._world is None or not self._world.sound or self._wanted != wanted:
             self.close()
-            self._world = World(connector, policy, Network() if has_network else None)
+            self._wanted, self._world = wanted, self._make(*wanted)
             self._world.open()
-        assert self._world is not None
         return self._world
 
     def close(self) -> None:
@@ -77,13 +81,40 @@ class Worlds:
 
 
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[Worlds]:
+def worlds() -> Iterator[Kept]:
     with running_fork_server():
-        kept = Worlds()
+        kept = Kept(lambda connector, policy, has_link: World(connector, policy, Network() if has_link else None))
         yield kept
         kept.close()
 
 
 @pytest.fixture
-def world(worlds: Worlds, cell: Cell) -> World:
+def world(worlds: Kept, cell: Cell) -> World:
     return worlds.get(cell.connector, cell.policy, cell.fault == "network_cut")
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return default_model()
+
+
+@pytest.fixture(scope="session")
+def server_worlds(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    """Pairs of servers, and the stock one that knows what is right; what is asked for status needs their secret."""
+    answers = Answers(model, tmp_path_factory.mktemp("stock"))
+    kinds = {"cpu_offload": OffloadingServer}
+    kept = Kept(
+        lambda connector: kinds.get(connector, ServersWorld)(
+            connector, model, tmp_path_factory.mktemp(connector), answers
+        )
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("KVX_SECRET", SECRET)
+        yield kept
+        kept.close()
+        answers.close()
+
+
+@pytest.fixture
+def servers(server_worlds: Kept, cell: Cell) -> ServersWorld:
+    return server_worlds.get(cell.connector)

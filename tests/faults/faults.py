@@ -9,7 +9,8 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from world import OFFLOAD_BLOCKS, TOKENS, World, until
+from network import until
+from world import OFFLOAD_BLOCKS, TOKENS, World
 
 Request = tuple[str, int]
 

@@ -70,10 +70,6 @@ class Hosts(Network):
             ip("-n", name, "link", "set", "http0", "up")
             ip("route", "add", f"{address}/32", "via", http)
 
-    def mend(self) -> None:
-        """Bring the link up again. Its bucket has gone on filling: nothing is to be done about the speed."""
-        super().mend()
-
     def slow_down(self, bytes_per_s: int) -> None:
         """What either side sends over the link."""
         for name in self.names:
@@ -84,9 +80,9 @@ class Hosts(Network):
         for name in self.names:
             tc(name, "delete", "dev", LINK, "root")
 
-    def bytes_sent(self) -> int:
-        """By the peer, over the link."""
-        return int(ip("netns", "exec", self.names[0], "cat", f"/sys/class/net/{LINK}/statistics/tx_bytes"))
+    def bytes_sent(self, side: int = 0) -> int:
+        """By one of the two, over the link."""
+        return int(ip("netns", "exec", self.names[side], "cat", f"/sys/class/net/{LINK}/statistics/tx_bytes"))
 
 
 def until(holds: Callable[[], Any], timeout_s: float = 5.0, why: Callable[[], str] = lambda: "") -> None:

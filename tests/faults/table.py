@@ -43,14 +43,28 @@ QUICK = {(name, "kill", "recompute") for name in ("nixl", "mooncake", "ipc")} | 
 }
 
 
+# What real vLLM servers go through, under both policies; an abort inside one server asks neither. All other cells are
+# without a meaning there: vLLM on a CPU grows its cache in its start alone, and cannot sleep; and how far a request is,
+# is seen from outside by the bytes on a link only.
+ON_VLLM = {
+    "nixl": ("kill", "stop", "network_cut", "restart", "abort_move", "lease_expiry"),
+    "mooncake": ("kill", "stop", "network_cut", "restart", "abort_move", "lease_expiry"),
+    "ipc": ("kill", "stop", "restart", "abort_claim", "lease_expiry"),
+    "cpu_offload": ("abort_move",),
+}
+
+
 @dataclass(frozen=True, order=True)
 class Cell:
+    """`on`: the engines, without a model or vLLM's servers."""
+
     connector: str
     fault: str
     policy: str
+    on: str = "engines"
 
     def __str__(self) -> str:
-        return f"{self.connector}-{self.fault}-{self.policy}"
+        return f"{self.connector}-{self.fault}-{self.policy}" + (f"-{self.on}" if self.on != "engines" else "")
 
     @property
     def reason(self) -> str:
@@ -58,9 +72,16 @@ class Cell:
         return NOT_POSSIBLE.get((self.connector, self.fault), "")
 
 
-ALL = tuple(Cell(*names) for names in product(CONNECTORS, FAULTS, POLICIES))
+ON_ENGINES = tuple(Cell(*names) for names in product(CONNECTORS, FAULTS, POLICIES))
+ON_SERVERS = tuple(
+    Cell(connector, fault, policy, "vllm")
+    for connector, faults in ON_VLLM.items()
+    for policy in (POLICIES if connector != "cpu_offload" else ("recompute",))
+    for fault in faults
+)
+ALL = ON_ENGINES + ON_SERVERS
 # Cells of one connector and policy share engines, so they come one after the other.
-RUN = sorted((cell for cell in ALL if not cell.reason), key=lambda cell: (cell.connector, cell.policy))
+RUN = sorted((cell for cell in ON_ENGINES if not cell.reason), key=lambda cell: (cell.connector, cell.policy))
 
 
 def missing(outcomes: dict[str, str]) -> dict[str, str]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from faults import OF_HOST_MEMORY, OF_PEERS, Fault, Request
-from table import ALL, FAULTS, NOT_POSSIBLE, QUICK, RUN, Cell, missing
-from world import DEADLINE_S, DRAIN_S, LEASE_S, World, until
+from network import until
+from table import QUICK, RUN, Cell
+from world import DEADLINE_S, DRAIN_S, LEASE_S, World
 
 pytestmark = [pytest.mark.faults, pytest.mark.transfer]
 
@@ -66,25 +67,3 @@ def _reload(world: World) -> None:
         ended = world.reader.offload_outcome(f"{name} {turn}", 5)
         assert (ended["error"], ended["answer"]) == ("", world.answer(seed))
     assert world.reader.pool_counts()["in_use"] == 0
-
-
-def test_the_table_names_what_exists() -> None:
-    assert set(OF_PEERS) == set(FAULTS)
-    assert set(OF_HOST_MEMORY) == set(FAULTS) - {fault for name, fault in NOT_POSSIBLE if name == "cpu_offload"}
-    assert all(NOT_POSSIBLE.values())
-    assert len(QUICK & {(cell.connector, cell.fault, cell.policy) for cell in RUN}) == 4
-
-
-def test_a_cell_that_is_left_out_is_found() -> None:
-    outcomes = {str(cell): "passed" for cell in RUN}
-    assert not missing(outcomes)
-    first, second = str(RUN[0]), str(RUN[-1])
-    assert missing({**outcomes, first: "skipped"}) == {first: "skipped"}
-    del outcomes[second]
-    assert missing(outcomes) == {second: "not run"}
-    assert len(ALL) > len(RUN)
-
-
-def test_every_cell_ran(cell_outcomes: dict[str, str]) -> None:
-    """The last one: what was neither run nor listed, or was skipped."""
-    assert missing(cell_outcomes) == {}

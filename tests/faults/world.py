@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from engine_process import Remote
 from fault_engine import FaultConfig, FaultEngine
+from network import PEER_ADDRESS, READER_ADDRESS, Network, until
 
 DEADLINE_S, LEASE_S, GRACE_S = 3.0, 6.0, 0.5
 # A library's drain, and what a busy machine with two cores adds.
@@ -24,40 +23,9 @@ DRAIN_S = 3.0
 TOKENS = 128
 SECRET = "tickets of the engines that faults come to"
 OFFLOAD_BLOCKS = TOKENS // 16
-PEER_ADDRESS, READER_ADDRESS = "10.231.77.1", "10.231.77.2"
 SLACK = {"file descriptors": 4, "threads": 0, "shared memory mappings": 0, "mappings": 32}
 """How much more than at first a process may hold after any number of faults: libraries keep some memory and some
 connections for later. One more of either at each fault is more than that in the end."""
-
-
-class Network:
-    """Two network namespaces joined by a pair of interfaces: the peer's, and that of the others."""
-
-    def __init__(self) -> None:
-        self.names = [f"kvx-{os.getpid()}-{side}" for side in ("peer", "reader")]
-
-    def open(self) -> None:
-        peer, reader = self.names
-        for name in self.names:
-            _ip("netns", "add", name)
-        _ip("-n", peer, "link", "add", "kvx0", "type", "veth", "peer", "name", "kvx0", "netns", reader)
-        for name, address in ((peer, PEER_ADDRESS), (reader, READER_ADDRESS)):
-            _ip("-n", name, "address", "add", f"{address}/30", "dev", "kvx0")
-            for interface in ("lo", "kvx0"):
-                _ip("-n", name, "link", "set", interface, "up")
-        for name in self.names:  # an interface that does not run yet is none to UCX
-            until(lambda name=name: "state UP" in _ip("-n", name, "link", "show", "kvx0"))
-
-    def cut(self) -> None:
-        _ip("-n", self.names[0], "link", "set", "kvx0", "down")
-
-    def mend(self) -> None:
-        _ip("-n", self.names[0], "link", "set", "kvx0", "up")
-
-    def close(self) -> None:
-        for name in self.names:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                _ip("netns", "delete", name)
 
 
 class World:
@@ -235,15 +203,3 @@ class World:
         )  # fmt: skip
         self._started.append(Remote(config, self._engine))
         return self._started[-1]
-
-
-def until(holds: Callable[[], Any], timeout_s: float = 5.0, why: Callable[[], str] = lambda: "") -> None:
-    """States that another process comes to by itself."""
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, why() or "it did not come in time"
-        time.sleep(0.01)
-
-
-def _ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
