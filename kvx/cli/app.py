@@ -153,6 +153,8 @@ def verify_command(
         gpus,
         first_port,
     )
+    if where and not run.hands_off:
+        raise typer.BadParameter("these connectors need one engine, here", param_hint="--places")
     settings = VerifySettings(
         run=replace(
             run,

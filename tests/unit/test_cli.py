@@ -88,6 +88,15 @@ def test_layout_without_compact_blocks_is_refused(kvx, model):
     require_sentence(kvx("verify", "--model", model, "--layout", "LHBNC"), "LHBNC", "LBNHC")
 
 
+def test_places_that_cannot_be(kvx, model, tmp_path):
+    where = tmp_path / "places.toml"
+    require_sentence(kvx("verify", "--model", model, "--places", where), "places.toml cannot be read")
+    where.write_text('[decode]\nprefix = ["ip", "netns", "exec", "far"]\n')
+    code, said = kvx("verify", "--model", model, "--places", where, "--connector", "cpu_offload")
+    assert code == 2
+    assert "one engine, here" in said
+
+
 def test_missing_and_malformed_datasets(kvx, tmp_path, model):
     require_sentence(kvx("verify", "--dataset", tmp_path / "no.jsonl"), "no.jsonl", "No such file")
     bad = tmp_path / "bad.jsonl"

@@ -9,6 +9,7 @@ import pytest
 from kvx.errors import EngineError, HandshakeError
 from kvx.verify import engines, offload, runner
 from kvx.verify.client import Answer
+from kvx.verify.places import Place
 from kvx.verify.questions import own_problems, own_shots
 
 GOOD = Answer(prompt_tokens=(1, 2), tokens=(3,), text="3", finish_reason="stop")
@@ -239,6 +240,35 @@ def test_given_ports_are_used_in_order(settings, monkeypatch):
     assert [pair.prefill.port, pair.decode.port, pair.prefill_side_port, pair.decode_side_port] == [*range(7000, 7004)]
     with pytest.raises(EngineError, match="below 65536"):
         engines.require_ports(dataclasses.replace(settings.run, first_port=65534))
+
+
+def test_engines_run_and_are_found_where_their_places_say(world, settings, monkeypatch):
+    there = Place(
+        prefix=("ip", "netns", "exec", "far"),
+        host="10.0.0.1",
+        side_channel_host="10.1.0.1",
+        environment={"UCX_TLS": "tcp"},
+    )
+    run = dataclasses.replace(settings.run, places={"decode": there}, options={"lease_s": 7, "verify": "sample"})
+    asked = set()
+    monkeypatch.setattr(
+        runner, "request_status", lambda host, port: asked.add((host, port)) or {"handoff": {"holds": 0}}
+    )
+    started = []
+    start = world.start
+    monkeypatch.setattr(world, "start", lambda found: started.append(found) or start(found))
+    report = runner.verify(dataclasses.replace(settings, run=run), Quiet())
+    alone, prefill, decode = started
+    assert (alone.prefix, alone.host, prefill.prefix, prefill.host) == ((), "127.0.0.1", (), "127.0.0.1")
+    assert (decode.prefix, decode.host) == (there.prefix, "10.0.0.1")
+    assert decode.environment["UCX_TLS"] == "tcp"
+    assert "UCX_TLS" not in prefill.environment
+    extras = [engine.kv_transfer["kv_connector_extra_config"] for engine in (prefill, decode)]
+    assert [extra["side_channel_host"] for extra in extras] == ["127.0.0.1", "10.1.0.1"]
+    assert [(extra["lease_s"], extra["verify"]) for extra in extras] == [(7, "sample")] * 2
+    assert asked == {(extra["side_channel_host"], extra["side_channel_port"]) for extra in extras}
+    assert report["settings"]["places"]["decode"]["prefix"] == ["ip", "netns", "exec", "far"]
+    assert report["settings"]["options"] == {"lease_s": 7, "verify": "sample"}
 
 
 def test_one_engine_that_offloads_is_asked_twice_backwards_the_second_time(world, settings, monkeypatch):

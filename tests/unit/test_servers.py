@@ -185,6 +185,37 @@ def test_a_paused_engine_does_not_answer_until_resumed_and_can_be_stopped(tmp_pa
     assert not is_alive(server.pid)
 
 
+def test_one_engine_that_was_killed_is_started_again_beside_the_others(tmp_path):
+    with Servers(tmp_path) as servers:
+        killed, other = servers.start(fake(name="killed")), servers.start(fake(name="other"))
+        servers.wait_healthy(30)
+        for process in killed.processes():
+            process.kill()
+        eventually(lambda: not killed.is_running())
+        with pytest.raises(EngineError, match="killed engine ended with status -9"):
+            servers.wait_healthy(30)
+        servers.stop(killed)
+        servers.start(fake(name="again"))
+        servers.wait_healthy(30)
+        assert other.is_running()
+
+
+def test_a_prefix_goes_before_the_whole_command(tmp_path):
+    settings = dataclasses.replace(fake(), prefix=("env", "KVX_PREFIXED=1"))
+    with Servers(tmp_path) as servers, socket.socket() as taken:
+        taken.bind(("127.0.0.1", settings.port))  # where the prefix leads, it may be free: the engine itself will say
+        server = servers.start(settings)
+        eventually(lambda: psutil.Process(server.pid).environ().get("KVX_PREFIXED") == "1")
+        assert str(FAKE) in psutil.Process(server.pid).cmdline()
+
+
+def test_a_prefix_that_is_no_command_is_one_sentence(tmp_path):
+    settings = dataclasses.replace(fake(name="prefill"), prefix=("/no/such/command", "here"))
+    with Servers(tmp_path) as servers, pytest.raises(EngineError) as raised:
+        servers.start(settings)
+    assert "'/no/such/command here' cannot be run before the prefill engine" in str(raised.value)
+
+
 def test_peak_memory_is_watched(tmp_path):
     with Servers(tmp_path) as servers:
         servers.watch_memory(0.05)
