@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from network import PEER_ADDRESS, READER_ADDRESS, Hosts, until
+from network import LINK, PEER_ADDRESS, READER_ADDRESS, Hosts, until
 
 from kvx.handshake import request_status
 from kvx.servers import EngineSettings, Server, Servers
@@ -90,7 +90,7 @@ class ServersWorld:
         self._answers, self._numbers, self.sound = answers, itertools.count(), True
         self._run = engines.RunSettings(
             model=model, connectors=(connector,), max_model_len_tokens=1536, explicit_blocks=BLOCKS, options=OPTIONS,
-            places=self._places() if self.has_link else {},
+            places=places_of(self.hosts) if self.has_link else {},
         )  # fmt: skip
 
     def open(self) -> None:
@@ -178,17 +178,6 @@ class ServersWorld:
             assert status["side_channel"]["internal_errors"] == 0
             assert status["digests"]["mismatched"] == 0
 
-    def _places(self) -> dict[str, Place]:
-        environment = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "kvx0"}
-        return {
-            role: Place(
-                prefix=("ip", "netns", "exec", name), host=host, side_channel_host=address, environment=environment
-            )
-            for role, name, host, address in zip(
-                (PREFILL, DECODE), self.hosts.names, self.hosts.http, (PEER_ADDRESS, READER_ADDRESS), strict=True
-            )
-        }
-
 
 class Answers:
     """Those of a stock server. It starts with the first question."""
@@ -214,6 +203,17 @@ class Answers:
         self._client.close()
         if self._server is not None:
             self._servers.__exit__(None, None, None)
+
+
+def places_of(hosts: Hosts) -> dict[str, Place]:
+    """Prefill on one of two hosts, decode on the other; UCX is told of their link alone."""
+    environment = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
+    return {
+        role: Place(prefix=("ip", "netns", "exec", name), host=host, side_channel_host=address, environment=environment)
+        for role, name, host, address in zip(
+            (PREFILL, DECODE), hosts.names, hosts.http, (PEER_ADDRESS, READER_ADDRESS), strict=True
+        )
+    }
 
 
 def ask_of(number: int, num_tokens: int) -> Ask:
