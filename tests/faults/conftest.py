@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -70,8 +71,13 @@ class Kept:
     def get(self, *wanted: Any) -> Any:
         if self._world is None or not self._world.sound or self._wanted != wanted:
             self.close()
-            self._wanted, self._world = wanted, self._make(*wanted)
-            self._world.open()
+            world = self._make(*wanted)
+            try:
+                world.open()
+            except BaseException:
+                world.close()
+                raise
+            self._wanted, self._world = wanted, world
         return self._world
 
     def close(self) -> None:
@@ -82,10 +88,11 @@ class Kept:
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Kept]:
-    with running_fork_server():
-        kept = Kept(lambda connector, policy, has_link: World(connector, policy, Network() if has_link else None))
+    def make(connector: str, policy: str, has_link: bool) -> World:
+        return World(connector, policy, Network() if has_link else None)
+
+    with running_fork_server(), contextlib.closing(Kept(make)) as kept:
         yield kept
-        kept.close()
 
 
 @pytest.fixture
@@ -100,21 +107,21 @@ def model() -> Path:
 
 @pytest.fixture(scope="session")
 def server_worlds(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
-    """Pairs of servers, and the stock one that knows what is right; what is asked for status needs their secret."""
-    answers = Answers(model, tmp_path_factory.mktemp("stock"))
-    kinds = {"cpu_offload": OffloadingServer}
-    kept = Kept(
-        lambda connector: kinds.get(connector, ServersWorld)(
-            connector, model, tmp_path_factory.mktemp(connector), answers
-        )
-    )
-    with pytest.MonkeyPatch.context() as patched:
+    """Pairs of servers, and the stock one that knows what is right; who asks for status needs their secret."""
+
+    def make(connector: str) -> ServersWorld | OffloadingServer:
+        kind = OffloadingServer if connector == "cpu_offload" else ServersWorld
+        return kind(connector, model, tmp_path_factory.mktemp(connector), answers)
+
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        Answers(model, tmp_path_factory.mktemp("stock")) as answers,
+        contextlib.closing(Kept(make)) as kept,
+    ):
         patched.setenv("KVX_SECRET", SECRET)
         yield kept
-        kept.close()
-        answers.close()
 
 
 @pytest.fixture
-def servers(server_worlds: Kept, cell: Cell) -> ServersWorld:
+def servers(server_worlds: Kept, cell: Cell) -> ServersWorld | OffloadingServer:
     return server_worlds.get(cell.connector)

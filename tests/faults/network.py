@@ -10,26 +10,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PEER_ADDRESS, READER_ADDRESS = "10.231.77.1", "10.231.77.2"
-HERE = ("10.231.78.2", "10.231.78.6")
-"""This namespace's end of the way to each side, whose own end is one below it."""
 LINK = "kvx0"
-_numbers = itertools.count()
+_numbers = itertools.count(os.getpid())
 
 
 class Network:
     """Two network namespaces joined by a pair of interfaces: the peer's, and that of the others."""
 
     def __init__(self) -> None:
-        number = next(_numbers)
-        self.names = [f"kvx-{os.getpid()}-{number}-{side}" for side in ("peer", "reader")]
+        self.number = next(_numbers) % 250
+        self.names = [f"kvx-{os.getpid()}-{self.number}-{side}" for side in ("peer", "reader")]
+        self.addresses = [f"10.231.{self.number}.{side}" for side in (1, 2)]
 
     def open(self) -> None:
         peer, reader = self.names
         for name in self.names:
             ip("netns", "add", name)
         ip("-n", peer, "link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", reader)
-        for name, address in ((peer, PEER_ADDRESS), (reader, READER_ADDRESS)):
+        for name, address in zip(self.names, self.addresses, strict=True):
             ip("-n", name, "address", "add", f"{address}/30", "dev", LINK)
             for interface in ("lo", LINK):
                 ip("-n", name, "link", "set", interface, "up")
@@ -56,13 +54,12 @@ class Hosts(Network):
 
     def __init__(self) -> None:
         super().__init__()
-        self.http = tuple(f"10.231.78.{int(here.rpartition('.')[2]) - 1}" for here in HERE)
+        self.http = [f"10.232.{self.number}.{end}" for end in (1, 5)]
 
     def open(self) -> None:
         super().open()
-        addresses = (PEER_ADDRESS, READER_ADDRESS)
-        for name, http, here, address in zip(self.names, self.http, HERE, addresses, strict=True):
-            way = f"kvx{os.getpid()}-{here.rpartition('.')[2]}"
+        for side, (name, http, address) in enumerate(zip(self.names, self.http, self.addresses, strict=True)):
+            way, here = f"kvx{os.getpid()}-{self.number}{'ab'[side]}", f"10.232.{self.number}.{2 + 4 * side}"
             ip("link", "add", way, "type", "veth", "peer", "name", "http0", "netns", name)
             ip("address", "add", f"{here}/30", "dev", way)
             ip("-n", name, "address", "add", f"{http}/30", "dev", "http0")

@@ -6,6 +6,7 @@ says what is right; it is frozen while nobody asks it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import itertools
@@ -14,9 +15,9 @@ import random
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from network import LINK, PEER_ADDRESS, READER_ADDRESS, Hosts, until
+from network import LINK, Hosts, until
 
 from kvx.handshake import request_status
 from kvx.servers import EngineSettings, Server, Servers
@@ -180,29 +181,32 @@ class ServersWorld:
 
 
 class Answers:
-    """Those of a stock server. It starts with the first question."""
+    """Those of a stock server."""
 
     def __init__(self, model: Path, logs: Path) -> None:
         self._servers, self._client = Servers(logs), Client()
         self._run = engines.RunSettings(model=model, max_model_len_tokens=1536, explicit_blocks=BLOCKS)
-        self._server: Server | None = None
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self._servers)
+            self._server = self._servers.start(engines.baseline(self._run))
+            self._servers.wait_healthy()
+            self._server.pause()
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+        self._servers.__exit__(None, None, None)
 
     @functools.cache  # noqa: B019  it lives as long as the tests
     def of(self, ask: Ask) -> tuple[int, ...]:
-        if self._server is None:
-            self._servers.__enter__()
-            self._server = self._servers.start(engines.baseline(self._run))
-            self._servers.wait_healthy()
         self._server.resume()
         found = self._client.ask_single(self._server.url, ask)
         self._server.pause()
         assert found.tokens, found.error
         return found.tokens
-
-    def close(self) -> None:
-        self._client.close()
-        if self._server is not None:
-            self._servers.__exit__(None, None, None)
 
 
 def places_of(hosts: Hosts) -> dict[str, Place]:
@@ -210,9 +214,7 @@ def places_of(hosts: Hosts) -> dict[str, Place]:
     environment = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
     return {
         role: Place(prefix=("ip", "netns", "exec", name), host=host, side_channel_host=address, environment=environment)
-        for role, name, host, address in zip(
-            (PREFILL, DECODE), hosts.names, hosts.http, (PEER_ADDRESS, READER_ADDRESS), strict=True
-        )
+        for role, name, host, address in zip((PREFILL, DECODE), hosts.names, hosts.http, hosts.addresses, strict=True)
     }
 
 

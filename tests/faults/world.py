@@ -15,7 +15,7 @@ from typing import Any
 
 from engine_process import Remote
 from fault_engine import FaultConfig, FaultEngine
-from network import PEER_ADDRESS, READER_ADDRESS, Network, until
+from network import Network, until
 
 DEADLINE_S, LEASE_S, GRACE_S = 3.0, 6.0, 0.5
 # A library's drain, and what a busy machine with two cores adds.
@@ -191,8 +191,8 @@ class World:
     def _start(self, name: str, port: int = 0) -> Remote:
         host, network, environ = "127.0.0.1", None, {"KVX_SECRET": SECRET, "TMPDIR": str(self._temporary)}
         if self.network is not None:
-            is_peer = name == "peer"
-            host, network = (PEER_ADDRESS if is_peer else READER_ADDRESS), self.network.names[0 if is_peer else 1]
+            side = 0 if name == "peer" else 1
+            host, network = self.network.addresses[side], self.network.names[side]
             environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "all", "KVX_MOONCAKE_HOST": host}
         settings = {**self.settings, "side_channel_host": host, "side_channel_port": port}
         connector = "nixl" if self.offloads else self.connector
