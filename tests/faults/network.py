@@ -55,6 +55,7 @@ class Hosts(Network):
     def __init__(self) -> None:
         super().__init__()
         self.http = [f"10.232.{self.number}.{end}" for end in (1, 5)]
+        self._is_slow = False
 
     def open(self) -> None:
         super().open()
@@ -69,12 +70,14 @@ class Hosts(Network):
 
     def slow_down(self, bytes_per_s: int) -> None:
         """What either side sends over the link."""
+        self._is_slow = True
         for name in self.names:
             tc(name, "replace", "dev", LINK, "root", "tbf", "rate", f"{8 * bytes_per_s}bit", "burst", "256kb",
                "latency", "400ms")  # fmt: skip
 
     def speed_up(self) -> None:
-        for name in self.names:
+        names, self._is_slow = self.names if self._is_slow else (), False
+        for name in names:
             tc(name, "delete", "dev", LINK, "root")
 
     def bytes_sent(self, side: int = 0) -> int:

@@ -49,7 +49,7 @@ class ServerFault:
 
 
 def fault_of(connector: str, name: str) -> ServerFault:
-    return (OVER_A_LINK if connector in ("nixl", "mooncake") else INSIDE_A_HOST)[name]
+    return OF_CONNECTOR[connector][name]
 
 
 # Where the request is
@@ -167,9 +167,13 @@ def _fault(begin: object, inject: object, causes: str, repair: object = nothing,
     return ServerFault(begin, inject, frozenset(causes.split(" ")), repair, **fields)  # type: ignore[arg-type]
 
 
-_RESTART = _fault(held_by_one_that_restarts, nothing, "peer_dead stale_generation")
+# The ticket is of the one before; where it has ended meanwhile, that is what is seen first.
+_RESTART = _fault(held_by_one_that_restarts, nothing, "stale_generation transfer_failed")
+_STOP_IN_CLAIM = _fault(unanswered, nothing, "timeout", go_on)
+_HELD_TOO_LONG = _fault(held_too_long, nothing, "lease_expired")
 OVER_A_LINK = {
-    "kill": _fault(moving, kill, "peer_dead", start_anew),
+    # Both notice: the side channel, and the library whose transfer ends.
+    "kill": _fault(moving, kill, "peer_dead transfer_failed", start_anew),
     "stop": _fault(moving, stop, "timeout", go_on),
     "network_cut": _fault(moving, cut, "timeout transfer_failed", mend),
     "restart": _RESTART,
@@ -178,8 +182,14 @@ OVER_A_LINK = {
 }
 INSIDE_A_HOST = {
     "kill": _fault(unanswered, kill, "peer_dead", start_anew),
-    "stop": _fault(unanswered, nothing, "timeout", go_on),
+    "stop": _STOP_IN_CLAIM,
     "restart": _RESTART,
     "abort_claim": _fault(unanswered, hang_up, "cancelled", go_on, is_abort=True),
-    "lease_expiry": _fault(held_too_long, nothing, "lease_expired"),
+    "lease_expiry": _HELD_TOO_LONG,
+}
+OF_CONNECTOR = {
+    # A reader that gives up in the middle of a READ over plain TCP may take a living owner with it (ADR 7).
+    "nixl": OVER_A_LINK | {"stop": _STOP_IN_CLAIM, "lease_expiry": _HELD_TOO_LONG},
+    "mooncake": OVER_A_LINK,
+    "ipc": INSIDE_A_HOST,
 }

@@ -43,14 +43,17 @@ QUICK = {(name, "kill", "recompute") for name in ("nixl", "mooncake", "ipc")} | 
 }
 
 
-# What real vLLM servers go through, under both policies; an abort inside one server asks neither. All other cells are
-# without a meaning there: vLLM on a CPU grows its cache in its start alone, and cannot sleep; and how far a request is,
-# is seen from outside by the bytes on a link only.
-ON_VLLM = {
-    "nixl": ("kill", "stop", "network_cut", "restart", "abort_move", "lease_expiry"),
-    "mooncake": ("kill", "stop", "network_cut", "restart", "abort_move", "lease_expiry"),
-    "ipc": ("kill", "stop", "restart", "abort_claim", "lease_expiry"),
-    "cpu_offload": ("abort_move",),
+_RECOMPUTE = ("recompute",)
+_OVER_A_LINK = dict.fromkeys(("stop", "network_cut", "abort_move", "lease_expiry", "kill"), POLICIES)
+_INSIDE_A_HOST = dict.fromkeys(("stop", "abort_claim", "lease_expiry", "kill"), POLICIES)
+# What real vLLM servers go through, and under which policies; a restart (half a minute) and an abort inside one server
+# under one. All other cells are without a meaning there: vLLM on a CPU grows its cache in its start alone, and cannot
+# sleep; and how far a request is, is seen from outside by the bytes on a link only.
+ON_VLLM: dict[str, dict[str, tuple[str, ...]]] = {
+    "nixl": {**_OVER_A_LINK, "restart": _RECOMPUTE},
+    "mooncake": {**_OVER_A_LINK, "restart": _RECOMPUTE},
+    "ipc": {**_INSIDE_A_HOST, "restart": _RECOMPUTE},
+    "cpu_offload": {"abort_move": _RECOMPUTE},
 }
 
 
@@ -76,8 +79,8 @@ ON_ENGINES = tuple(Cell(*names) for names in product(CONNECTORS, FAULTS, POLICIE
 ON_SERVERS = tuple(
     Cell(connector, fault, policy, "vllm")
     for connector, faults in ON_VLLM.items()
-    for policy in (POLICIES if connector != "cpu_offload" else ("recompute",))
-    for fault in faults
+    for fault, policies in faults.items()
+    for policy in policies
 )
 ALL = ON_ENGINES + ON_SERVERS
 # Cells of one connector and policy share engines, so they come one after the other.
