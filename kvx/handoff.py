@@ -58,6 +58,8 @@ FASTEST_POLL_S = 50e-6
 SLOWEST_POLL_S = 1e-3
 # The same while a peer's first transfer may set up its connection.
 SETUP_POLL_S = 200e-6
+# The same after a reader has gone.
+PARTING_POLL_S = 0.02
 # Holds and pulls whose outcome the engine has not taken; more are refused, and fail or free their own request.
 MOST_HOLDS = MOST_PULLS = 16384
 # Notes that the hand-off thread has not read; renewals are left out from here on.
@@ -410,6 +412,8 @@ class HandoffWorker:
             return 0
         self._poll_s = FASTEST_POLL_S
         times = [moment for moment in (self._puller.next_time(), self._holder.next_time()) if moment is not None]
+        if now < self._holder.parting_until:
+            times.append(now + PARTING_POLL_S)
         return max(1, min(60_000, round((min(times) - now) * 1000) + 1)) if times else 60_000
 
     def _reply(self, receiver: bytes, message: Message) -> None:

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 # A connection is set up with the peer's first transfer: after a HELLO we progress the library for it.
 SETUP_S = 1.0
+# How long our connectors are looked at after a reader has gone. One that gave up has closed connections that UCX, over
+# TCP, still has bytes to send on; where it learns of that all at once and later, it ends the process (ADR 7).
+PARTING_S = 3.0
 # Questions for digests that are being taken; more of them are refused.
 MOST_WAITING = 4096
 
@@ -47,6 +50,7 @@ class Holder:
         self._waiting_digests: list[tuple[bytes, Digests]] = []
         self._stale: list[tuple[Hold, float]] = []
         self.setup_until = 0.0
+        self.parting_until = 0.0
 
     @property
     def num_held(self) -> int:
@@ -90,7 +94,10 @@ class Holder:
             if hold.is_awaiting_reuse:  # the engine has not reused a block of it by itself
                 self._side.injected_reuse(hold.blocks)
                 self._reused(hold)
-        self._expired(self._table.expire(now))
+        was_read, ended = self._table.is_being_read, self._table.expire(now)
+        if was_read and ended:
+            self.parting_until = now + PARTING_S
+        self._expired(ended)
 
     def suspend(self) -> None:
         """The cache is about to change: holds that nobody reads end now, the others as soon as they are read."""
@@ -145,6 +152,7 @@ class Holder:
             case Renew():
                 self._side.metrics.renewed += self._table.renew(sender, request, now)
             case Release():
+                self.parting_until = now + PARTING_S
                 if self._table.release(request.request_id, request.reader):
                     self._released(request.request_id)
             case Digests():

@@ -96,6 +96,26 @@ def reader(worker: HandoffWorker) -> Iterator[Reader]:
     made.context.destroy(linger=0)
 
 
+@pytest.mark.parametrize("end", ["release", "lease"])
+def test_connectors_are_looked_at_for_a_while_after_a_reader_has_gone(end: str) -> None:
+    """A library may have to learn that the reader has closed its connections before it is asked for the next."""
+    connector, looks = FakeConnector(), threading.Semaphore(0)
+    connector.open([region(0, 100 * 512)], 1)
+    worker = make_worker(connector, grace_s=0)
+    reader, poll = Reader(worker.port), connector.poll
+    try:
+        worker.hold("h", [[1]], 16, lease_s=0.3 if end == "lease" else 60.0)
+        assert isinstance(reader.claim("h"), Claimed)
+        if end == "release":
+            reader.socket.send(encode(Release(sequence=2, request_id="h", reader="x")))
+        assert worker.wait(10)
+        connector.poll = lambda: looks.release() or poll()  # type: ignore[method-assign, func-returns-value]
+        assert all(looks.acquire(timeout=5) for _ in range(5))
+    finally:
+        reader.context.destroy(linger=0)
+        worker.close()
+
+
 def in_background(worker: HandoffWorker) -> threading.Thread:
     thread = threading.Thread(target=CacheFollower(worker, lambda: 100).close)
     thread.start()
