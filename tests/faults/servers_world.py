@@ -12,6 +12,7 @@ import http.client
 import itertools
 import json
 import random
+import select
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +54,9 @@ class Question:
         found = json.loads(response.read())
         self._connection.close()
         return response.status, found
+
+    def has_answer(self) -> bool:
+        return bool(select.select([self._connection.sock], [], [], 0)[0])
 
     def hang_up(self) -> None:
         self._connection.close()
