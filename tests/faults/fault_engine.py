@@ -27,12 +27,13 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 class FaultConfig(EngineConfig):
     """`shared_memory`: the folder to see as /dev/shm; `network`: the network namespace to live in.
 
-    `offloads`: with a pool of blocks in host memory.
+    `offloads`: with a pool of blocks in host memory. `piece_bytes`: of a hand-off, read at once.
     """
 
     shared_memory: str | None = None
     network: str | None = None
     offloads: bool = False
+    piece_bytes: int = PIECE_BYTES
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class FaultEngine(Engine):
         import kvx.pulls
 
         torch.set_num_threads(1)  # its pool of threads comes at some large copy, and stays
-        kvx.pulls.MOVE_BYTES = PIECE_BYTES
+        kvx.pulls.MOVE_BYTES = config.piece_bytes
         super().__init__(config)
         self.policy = self.worker._settings.failure_policy
         self.free, self.total = list(range(config.num_blocks)), config.num_blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import subprocess
 import time
@@ -82,7 +83,8 @@ class Hosts(Network):
 
     def bytes_sent(self, side: int = 0) -> int:
         """By one of the two, over the link."""
-        return int(ip("netns", "exec", self.names[side], "cat", f"/sys/class/net/{LINK}/statistics/tx_bytes"))
+        [found] = json.loads(ip("-n", self.names[side], "-json", "-statistics", "link", "show", LINK))
+        return int(found["stats64"]["tx"]["bytes"])
 
 
 def until(holds: Callable[[], Any], timeout_s: float = 5.0, why: Callable[[], str] = lambda: "") -> None:
@@ -94,8 +96,15 @@ def until(holds: Callable[[], Any], timeout_s: float = 5.0, why: Callable[[], st
 
 
 def ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+    return _run("ip", *words)
 
 
-def tc(namespace: str, *words: str) -> None:
-    ip("netns", "exec", namespace, "tc", "qdisc", *words)
+def tc(namespace: str, *words: str) -> str:
+    return _run("tc", "-n", namespace, "qdisc", *words)
+
+
+def _run(*words: str) -> str:
+    ended = subprocess.run(words, check=False, capture_output=True, text=True)
+    if ended.returncode:
+        raise subprocess.CalledProcessError(ended.returncode, f"{' '.join(words)}: {ended.stderr.strip()}")
+    return ended.stdout
