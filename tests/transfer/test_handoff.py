@@ -124,6 +124,7 @@ def test_groups_with_absent_blocks_move_what_is_wanted(start_engines: StartEngin
     assert reader.read([wanted[0]], 0, 60) == owner.read([held[0]], 0, 60)
     tail_ours, tail_theirs = (reader.read(wanted, 32, 28), owner.read(held, 32, 28))
     assert tail_ours == tail_theirs
+    assert owner.events(5)["released"] == {"r"}
     pull(reader, owner, "r", [[9, 8, 7, 6], [-1, 49, 50, 51]], 0, 60)
     assert "was released" in reader.events(20)["failed"]["r"]
 
