@@ -185,7 +185,8 @@ INSIDE_A_HOST = {
     "stop": _STOP_IN_CLAIM,
     "restart": _RESTART,
     "abort_claim": _fault(unanswered, hang_up, "cancelled", go_on, is_abort=True),
-    "lease_expiry": _fault(held_too_long, nothing, "lease_expired"),
+    # The ticket ends with the longest lease, and is looked at first.
+    "lease_expiry": _fault(held_too_long, nothing, "lease_expired transfer_failed"),
 }
 OF_CONNECTOR = {
     # Stopped in the middle of a READ over plain TCP, and given up by its reader, the owner is ended by UCX (ADR 7).
