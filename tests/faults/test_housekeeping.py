@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Worlds
+from conftest import Kept
 from engine_process import Remote
 from faults import loading
-from world import DEADLINE_S, DRAIN_S, TOKENS, World, until
+from network import until
+from world import DEADLINE_S, DRAIN_S, TOKENS, World
 
 pytestmark = [pytest.mark.faults, pytest.mark.transfer]
 
@@ -79,7 +80,7 @@ def _row(row: tuple[str, signal.Signals, str, str]) -> Any:
 
 @pytest.mark.parametrize(("connector", "number", "side", "state"), [_row(row) for row in ROWS])
 def test_nothing_is_left_of_an_engine(
-    worlds: Worlds, connector: str, number: signal.Signals, side: str, state: str
+    worlds: Kept, connector: str, number: signal.Signals, side: str, state: str
 ) -> None:
     world = worlds.get(connector, "recompute", False)
     world.sound = False  # a failed test leaves the next one another world
