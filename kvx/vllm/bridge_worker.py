@@ -24,6 +24,7 @@ from . import allocation, bridge_offload, settings
 from .bridge_metrics import KvxStats, StatsTaker
 from .bridge_offload import OffloadWork, RankReport
 from .bridge_scheduler import HoldWork, PullWork, StepWork
+from .log import log_as_vllm
 from .worker_side import WorkerSeam, current_seam
 
 logger = logging.getLogger("vllm.kvx")
@@ -33,19 +34,6 @@ logger = logging.getLogger("vllm.kvx")
 IDLE_WAIT_S = 0.02
 #: How often an idle step looks for the end of a load or store, which no condition announces.
 OFFLOAD_LOOK_S = 0.001
-
-
-def log_as_vllm() -> None:
-    """Show what kvx's core and connectors tell, where vLLM shows its own: it gives handlers to its own logger only.
-
-    Loggers that somebody has given handlers are left alone.
-    """
-    vllms = logging.getLogger("vllm")
-    for name in ("kvx", "kvx_connectors"):
-        ours = logging.getLogger(name)
-        if not ours.handlers:
-            ours.handlers, ours.propagate = list(vllms.handlers), vllms.propagate
-            ours.setLevel(vllms.level)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvx.vllm.bridge_worker import log_as_vllm
+from kvx.vllm.log import log_as_vllm
 
 NAMES = ("vllm", "kvx", "kvx_connectors")
 
