@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from .. import registry
@@ -12,12 +13,17 @@ from .activation import bridge_configured, settings_of
 
 
 def from_vllm(vllm_config: Any) -> HandoffSettings:
-    """Checked settings.
+    """Checked settings. Errors as in `from_options`."""
+    return from_options(settings_of(vllm_config))
+
+
+def from_options(options: Mapping[str, Any]) -> HandoffSettings:
+    """Checked settings from what `kv_connector_extra_config` holds.
 
     Raises:
         ConnectorError: an option that kvx does not have, or a value of the wrong kind; the message names it.
     """
-    given = dict(settings_of(vllm_config))
+    given = dict(options)
     secrets = sorted(name for name in given if "secret" in name.lower())
     if secrets:
         raise ConnectorError(

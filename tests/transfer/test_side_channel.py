@@ -136,7 +136,7 @@ def test_a_port_in_use_or_a_foreign_host_is_one_clear_sentence(start_engines: St
 
 
 def test_status_of_nobody_is_an_error() -> None:
-    with pytest.raises(HandshakeError, match=r"no status from the side channel of 127\.0\.0\.1:9 within 0\.2 s"):
+    with pytest.raises(HandshakeError, match=r"no answer from the side channel of 127\.0\.0\.1:9 within 0\.2 s"):
         request_status("127.0.0.1", 9, timeout_s=0.2)
 
 
