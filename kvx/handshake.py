@@ -16,7 +16,7 @@ import zmq
 
 from kvx.addresses import endpoint_of
 from kvx.curve import Curve, read_curve
-from kvx.errors import HandshakeError, KVXError, LeaseExpired, StaleGeneration
+from kvx.errors import HandshakeError, KVXError, LeaseExpired, PeerDead, StaleGeneration
 from kvx.geometry import GroupGeometry
 from kvx.peer import EngineInfo, PeerDescriptor, VerifyMode
 from kvx.seal import MESSAGE_LIMIT_BYTES as MESSAGE_LIMIT_BYTES
@@ -287,7 +287,10 @@ def ask(host: str, port: int, message: Message, seal: RequestSeal, curve: Curve 
 
 
 def exchange(host: str, port: int, messages: Sequence[bytes], curve: Curve | None, timeout_s: float) -> list[bytes]:
-    """What a side channel answers to messages that are sent at once, in its order: as many, or fewer after so long."""
+    """What a side channel answers to messages that are sent at once, in its order: as many, or fewer after so long.
+
+    PeerDead: it closed the connection before it answered anything. HandshakeError: no address.
+    """
     context = zmq.Context()
     channel = context.socket(zmq.DEALER)
     answers: list[bytes] = []
@@ -298,11 +301,20 @@ def exchange(host: str, port: int, messages: Sequence[bytes], curve: Curve | Non
         channel.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT_BYTES)
         if curve is not None:
             curve.connect(channel)
+        monitor = channel.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         channel.connect(address)
         for data in messages:
             channel.send(data)
-        while len(answers) < len(messages) and channel.poll(round(timeout_s * 1000)):
-            answers.append(channel.recv())
+        poller = zmq.Poller()
+        for found in (channel, monitor):
+            poller.register(found, zmq.POLLIN)
+        while len(answers) < len(messages) and (ready := dict(poller.poll(round(timeout_s * 1000)))):
+            if channel in ready:
+                answers.append(channel.recv())
+            elif not answers:
+                raise PeerDead(f"the side channel of {host}:{port} closed the connection")
+            else:
+                break
     finally:
         context.destroy(linger=0)
     return answers

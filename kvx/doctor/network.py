@@ -13,7 +13,7 @@ from kvx.doctor.findings import Finding, error, ok
 from kvx.errors import HandshakeError
 
 CONNECT_S = 3.0
-GREETING_S = 5.0
+GREETING_S = 4.0
 # ZMTP 3: signature, version, mechanism, role, filler. What a ZeroMQ socket says first, and waits for.
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 HOST, PORT = "side channel host", "side channel port"
@@ -150,17 +150,24 @@ def reach(peer: Peer, has_curve: bool) -> Finding:
 
 
 def _greeting(link: socket.socket) -> bytes | None:
-    """The first 32 bytes, or what came of them; None for silence. ZeroMQ speaks first, and goes on when we have."""
-    link.settimeout(GREETING_S)
-    with suppress(OSError):
-        link.sendall(_GREETING)
+    """The first 32 bytes, or what came of them; None for silence. ZeroMQ speaks first, and goes on when we have.
+
+    Most other programs want the end of a line before they complain.
+    """
+    link.settimeout(GREETING_S / 2)
     found = b""
-    try:
-        while len(found) < 32 and (data := link.recv(32 - len(found))):
-            found += data
-    except TimeoutError:
-        return found or None
-    return found
+    for ours in (_GREETING, b"\r\n\r\n"):
+        with suppress(TimeoutError):
+            try:
+                link.sendall(ours)
+                while len(found) < 32 and (data := link.recv(32 - len(found))):
+                    found += data
+            except ConnectionError:
+                pass
+            return found
+        if found:
+            return found
+    return None
 
 
 def _unreachable(check: str, peer: Peer, problem: OSError) -> Finding:

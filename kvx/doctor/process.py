@@ -33,11 +33,12 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class Failed:
-    """Where a half ended, and why. `hint`: what to install, where it is known."""
+    """Where a half ended, and why. `hint`: what to install, where it is known. `cause`: as of a KVXError."""
 
     stage: str
     text: str
     hint: str = ""
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def main() -> None:
             half.close()
     except KVXError as error:
         hint = error.hint if isinstance(error, ConnectorUnavailable) else ""
-        say(failed={"text": str(error), "hint": hint})
+        say(failed={"text": str(error), "hint": hint, "cause": error.cause})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from kvx.doctor.findings import Finding, error, ok, skipped, warning
 from kvx.doctor.half import Trip
 from kvx.doctor.process import Failed
+from kvx.errors import PeerDead
 from kvx.registry import AUTO
 from kvx.servers import UCX_TRANSPORTS
 
@@ -56,7 +57,8 @@ def check_trip(check: str, outcome: Trip | Failed) -> Finding:
             check, f"{mib} MiB by {outcome.connector}, there in {outcome.there_s:.2f} s and back in "
             f"{outcome.back_s:.2f} s, every byte the same (sha256 {outcome.digest[:16]})",
         )  # fmt: skip
-    ended = "peer_dead" in outcome.text or "no answer" in outcome.text
+    dead = PeerDead.cause
+    ended = outcome.cause == dead or outcome.text.startswith(dead) or "no answer" in outcome.text
     what = _STAGES.get(outcome.stage, f"failed at {outcome.stage}")
     return error(
         check, f"{what}: {outcome.text}", "every hand-off would fail like this, and its prompt be computed again",
