@@ -70,6 +70,7 @@ class Half:
         self.engine_id = f"kvx-doctor-{uuid.uuid4().hex[:8]}"
         self._asked: queue.Queue[tuple[Fetch, Callable[[Fetched], None]]] = queue.Queue()
         self._undo = ExitStack()
+        self.connectors: list[str] = []
         self._released: set[str] = set()
         self._expired: set[str] = set()
         self._received: set[str] = set()
@@ -98,6 +99,7 @@ class Half:
         cache.commit(1)
         self._on_stage("open")
         connectors = [found() for found in classes]
+        self.connectors = [connector.name for connector in connectors]
         door.prepare(self._settings, connectors)
         for connector in connectors:
             cache.attach(connector)

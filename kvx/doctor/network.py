@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -50,9 +51,16 @@ def is_ours(host: str) -> bool:
     return True
 
 
-def check_host(host: str, peers: list[Peer]) -> Finding:
-    """Whether peers can come back to where we listen."""
-    elsewhere = [str(peer) for peer in peers if not is_ours(peer.host)]
+def is_local(host: str) -> bool:
+    """Whether only this machine's processes reach an address or name."""
+    try:
+        return is_loopback(numeric_address(host) or look_up(host))
+    except HandshakeError:
+        return False
+
+
+def check_host(host: str, elsewhere: Sequence[Peer]) -> Finding:
+    """Whether peers can come back to where we listen. `elsewhere`: those on other machines."""
     try:
         address = numeric_address(host) or look_up(host)
     except HandshakeError as problem:
@@ -68,7 +76,7 @@ def check_host(host: str, peers: list[Peer]) -> Finding:
         )
     if is_loopback(address) and elsewhere:
         return error(
-            HOST, f"{host} is loopback, but the peer {', '.join(elsewhere)} is on another machine",
+            HOST, f"{host} is loopback, but the peer {', '.join(map(str, elsewhere))} is on another machine",
             "it is told to connect to loopback, and looks for us on its own machine", _fix(),
         )  # fmt: skip
     alone = "; only engines of this machine reach it" if is_loopback(address) else ""

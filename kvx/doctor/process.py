@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -43,11 +43,12 @@ class Failed:
 
 @dataclass(frozen=True)
 class Opened:
-    """Where a half listens, and who it is."""
+    """Where a half listens, and who it is. `connectors`: those that move bytes between engines."""
 
     host: str
     port: int
     engine_id: str
+    connectors: Sequence[str] = ()
 
 
 class HalfProcess:
@@ -161,7 +162,7 @@ def main() -> None:
         secret = read_secret()
         half = Half(from_options(job["settings"]), secret, read_curve(secret), job["device"], on_stage)
         half.open()
-        say(opened={"port": half.port, "engine_id": half.engine_id})
+        say(opened={"port": half.port, "engine_id": half.engine_id, "connectors": half.connectors})
         try:
             while True:
                 half.serve(LOOK_S)

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvx.curve import Curve
 from kvx.doctor import fit, gpus, machine, meeting, network, software, transports, tuning
-from kvx.doctor.findings import Finding, Level, error, exit_status, skipped
+from kvx.doctor.findings import Finding, error, exit_status, ok, skipped
 from kvx.doctor.half import MODEL, Trip
 from kvx.doctor.network import Peer
 from kvx.doctor.process import Failed, HalfProcess, Opened
@@ -53,9 +53,6 @@ class Diagnosis:
     def status(self) -> int:
         return exit_status(self.findings)
 
-    def count(self, level: Level) -> int:
-        return sum(finding.level is level for finding in self.findings)
-
 
 def diagnose(options: Options, on_stage: Callable[[str], None] = lambda _: None) -> Diagnosis:
     """Look at everything; trouble is a finding, never an exception."""
@@ -88,7 +85,8 @@ class _Diagnosis:
     def run(self) -> Iterator[Finding]:
         self._on_stage("settings and versions")
         yield from self._look_at_settings()
-        yield from software.check_versions([name for name in _named(self._settings.connectors) if name != "ipc"])
+        extras = _named(self._settings.connectors) + (["cuda"] if self._device == "cuda" else [])
+        yield from software.check_versions(extras)
         self._on_stage("this machine")
         yield from self._look_at_machine()
         self._on_stage("where this engine listens")
@@ -128,19 +126,34 @@ class _Diagnosis:
         yield machine.check_dma_buf(rdma, dma_buf)
 
     def _look_at_our_address(self) -> Iterator[Finding]:
-        settings = self._settings
-        host = network.check_host(settings.side_channel_host, list(self._options.peers))
+        settings, peers = self._settings, self._options.peers
+        elsewhere = [peer for peer in peers if not network.is_ours(peer.host)]
+        host = network.check_host(settings.side_channel_host, elsewhere)
         yield host
         if host.is_trouble:
             self._may_move = False
             yield skipped(network.PORT, "nothing can be said before the host is right")
         else:
-            port = network.check_port(settings.side_channel_host, settings.side_channel_port, self._options.ranks)
-            self._may_move &= not port.is_trouble
-            yield port
-        here = network.is_ours(settings.side_channel_host) and not self._options.peers
-        here = here or any(network.is_ours(peer.host) for peer in self._options.peers)
+            yield self._look_at_our_port()
+        if (mooncake := transports.check_mooncake(settings.connectors, elsewhere)) is not None:
+            yield mooncake
+        here = len(elsewhere) < len(peers) if peers else network.is_local(settings.side_channel_host)
         yield transports.check_growing_memory(settings.connectors, self._device, peer_is_here=here)
+
+    def _look_at_our_port(self) -> Finding:
+        """An engine of kvx that runs there already is no trouble, and is what peers are compared with."""
+        place = Peer(self._settings.side_channel_host, self._settings.side_channel_port)
+        finding = network.check_port(place.host, place.port, self._options.ranks)
+        if not finding.is_trouble or not place.port or network.reach(place, self._curve is not None).is_trouble:
+            self._may_move &= not finding.is_trouble
+            return finding
+        running = meeting.meet(place, self._secret, self._curve, self._settings.auth_window_s).peer
+        if running is None:
+            self._may_move = False
+            return finding
+        self._met[place] = running
+        self._settings = replace(self._settings, side_channel_port=0)  # for the halves
+        return ok(network.PORT, f"{place.port}: engine {running.info.engine_id} runs there already")
 
     def _meet(self, peer: Peer) -> Iterator[Finding]:
         reached = network.reach(peer, self._curve is not None)
@@ -176,11 +189,15 @@ class _Diagnosis:
             yield transports.check_connector(ours.connectors, failed)
             if failed is not None or isinstance(theirs, Failed):
                 return
+            if not theirs.connectors:
+                yield skipped("round trips", "these connectors move nothing between engines")
+                return
             self._on_stage("64 MiB between two processes of this host")
             yield transports.check_trip("round trip inside this host", reader.round_trip(theirs))
             yield transports.check_ucx(ours.connectors, self._device, reader.words())
-            for peer, found in self._met.items():
-                yield self._trip(reader, peer, found)
+            for peer in self._options.peers:
+                if peer in self._met:
+                    yield self._trip(reader, peer, self._met[peer])
 
     def _trip(self, reader: HalfProcess, peer: Peer, found: PeerDescriptor) -> Finding:
         check = f"round trip with {peer}"

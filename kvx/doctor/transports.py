@@ -6,10 +6,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
+from kvx_connectors.mooncake_settings import settings_of_environment
+
+from kvx.addresses import is_loopback
 from kvx.doctor.findings import Finding, error, ok, skipped, warning
 from kvx.doctor.half import Trip
+from kvx.doctor.network import Peer
 from kvx.doctor.process import Failed
-from kvx.errors import PeerDead
+from kvx.errors import ConnectorError, PeerDead
 from kvx.registry import AUTO
 from kvx.servers import UCX_TRANSPORTS
 
@@ -93,6 +97,24 @@ def check_ucx(connectors: Sequence[str], device: str, words: str, environ: Mappi
         "UCX transports", text, "no shared memory among them: inside one host every byte goes through sockets, several "
         "times slower, and a reader that dies in the middle may take its owner along (ADR 7)", fix,
     )  # fmt: skip
+
+
+def check_mooncake(connectors: Sequence[str], elsewhere: Sequence[Peer]) -> Finding | None:
+    """Where Mooncake tells peers to connect to, in settings of its own; None where it is not configured."""
+    if "mooncake" not in connectors:
+        return None
+    check = "Mooncake's address"
+    try:
+        found = settings_of_environment()
+    except ConnectorError as problem:
+        return error(check, str(problem), "an engine with it ends at its start", "correct that variable")
+    if elsewhere and is_loopback(found.host):
+        return error(
+            check, f"KVX_MOONCAKE_HOST is {found.host}, but the peer {', '.join(map(str, elsewhere))} is on another "
+            "machine", "it is told to read from loopback, which leads to itself",
+            "export KVX_MOONCAKE_HOST=the IPv4 address of this machine that peers reach",
+        )  # fmt: skip
+    return ok(check, f"{found.host}, over {found.protocol}")
 
 
 def check_growing_memory(connectors: Sequence[str], device: str, peer_is_here: bool) -> Finding:
