@@ -38,7 +38,7 @@ def check_gpus(device: str, count: int) -> tuple[list[Finding], bool | None]:
         findings += found
         drivers += [driver] if isinstance(driver, CudaDriver) else []
     findings += [_check_peers(drivers), _check_neighbours(count)]
-    return findings, bool(drivers) and all(driver.has("DMA_BUF_SUPPORTED") for driver in drivers)
+    return findings, bool(drivers) and all(_offers(driver, "DMA_BUF_SUPPORTED") for driver in drivers)
 
 
 def _check_gpu(index: int) -> tuple[list[Finding], Driver | None]:
@@ -64,8 +64,10 @@ def _try_memory(driver: Driver) -> None:
         allocation = driver.create(size)
         try:
             driver.map(address, allocation)
-            driver.synchronize()
-            driver.unmap(address, allocation)
+            try:
+                driver.synchronize()
+            finally:
+                driver.unmap(address, allocation)
         finally:
             driver.release(allocation)
     finally:
@@ -76,7 +78,9 @@ def _check_handles(gpu: str, driver: Driver) -> Finding:
     check = f"{gpu} handle types"
     if not isinstance(driver, CudaDriver):
         return skipped(check, "not asked of this kind of GPU")
-    fabric = "fabric handles too" if driver.has("HANDLE_TYPE_FABRIC_SUPPORTED") else "no fabric handles (not needed)"
+    fabric = (
+        "fabric handles too" if _offers(driver, "HANDLE_TYPE_FABRIC_SUPPORTED") else "no fabric handles (not needed)"
+    )
     if driver.can_export:
         rdma = "RDMA-capable" if driver.is_rdma_capable else "not RDMA-capable"
         return ok(check, f"file descriptors, {fabric}; memory is {rdma}")
@@ -84,6 +88,14 @@ def _check_handles(gpu: str, driver: Driver) -> Finding:
         check, "no file descriptors", "no other process can map this GPU's memory, so the connector ipc does not work",
         "a current driver; inside a virtual machine, ask its provider; or the connector nixl",
     )  # fmt: skip
+
+
+def _offers(driver: CudaDriver, attribute: str) -> bool:
+    """Of an attribute that came later than kvx's oldest driver: one that does not know it does not have it."""
+    try:
+        return driver.has(attribute)
+    except DriverError:
+        return False
 
 
 def _check_peers(drivers: Sequence[CudaDriver]) -> Finding:

@@ -169,17 +169,13 @@ def unused_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(*words: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def serving(place: str) -> Iterator[subprocess.Popen[str]]:
     """`kvx doctor --serve`, as somebody on the other host would type it."""
-    command = [sys.executable, "-m", "kvx.cli.main", "doctor", *words, "--serve"]
-    port = unused_port()
-    with subprocess.Popen(
-        [*command, f"127.0.0.1:{port}"], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, "-m", "kvx.cli.main", "doctor", "--serve", place]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert f"kvx doctor --peer 127.0.0.1:{port}" in process.stdout.readline()
-            process.args = f"127.0.0.1:{port}"
+            assert f"kvx doctor --peer {place}" in process.stdout.readline()
             yield process
         finally:
             process.kill()
@@ -191,16 +187,17 @@ def test_all_green_on_a_sound_machine_and_with_sound_peers(
 ) -> None:
     monkeypatch.setenv("KVX_SECRET", SECRET)
     (engine,) = start_engines(EngineConfig("prefill", environ={"KVX_SECRET": SECRET}))
-    with serving(KVX_SECRET=SECRET) as half:
-        peers = ("--peer", half.args, "--peer", address(engine))
+    place = f"127.0.0.1:{unused_port()}"
+    with serving(place) as half:
+        peers = ("--peer", place, "--peer", address(engine))
         found = doctor("--connector", "nixl", "--side-channel-port", unused_port(), *peers)
         assert found.troubles == set(), found.said
         assert found.status == 0
-        for check in ("round trip inside this host", f"round trip with {half.args}"):
+        for check in ("round trip inside this host", f"round trip with {place}"):
             assert found.findings[check]["level"] == "ok"
             assert "64 MiB by nixl" in found.findings[check]["found"]
         assert "cma" in found.findings["UCX transports"]["found"]
-        assert found.findings[f"clock of {half.args}"]["level"] == "ok"
+        assert found.findings[f"clock of {place}"]["level"] == "ok"
         assert SECRET not in found.said
         assert half.stdout is not None
         assert "64 MiB there and back" in half.stdout.readline()
