@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvx.curve import Curve
 from kvx.doctor.findings import Finding, error, ok, skipped, warning
 from kvx.doctor.network import Peer
-from kvx.errors import KVXError, LayoutError
+from kvx.errors import KVXError, LayoutError, PeerDead
 from kvx.handshake import Hello, RefusedMessage, Reply, Welcome, decode_reply, descriptor, encode, exchange
 from kvx.peer import PeerDescriptor
 from kvx.seal import RequestSeal
@@ -42,19 +42,15 @@ def meet(peer: Peer, secret: Secret | None, curve: Curve | None, window_s: float
     """HELLO, as an engine with this secret would say it."""
     check, seal = f"handshake with {peer}", RequestSeal(secret, window_s)
     asked, nonce = seal.seal(1, encode(Hello(sequence=1, engine_id=DOCTOR)))
+    keys = "give all engines the keys of one KVX_CURVE_DIR" if curve is not None else "see its log"
     try:
         answers = exchange(peer.host, peer.port, [asked], curve, ANSWER_S)
+    except PeerDead as problem:
+        return Meeting([error(check, f"{problem}, instead of an answer to HELLO", _ALONE, keys)])
     except KVXError as problem:
         return Meeting([error(check, str(problem), _ALONE, "correct --peer")])
     if not answers:
-        return Meeting(
-            [
-                error(
-                    check, f"no answer to HELLO within {ANSWER_S:g} s", _ALONE,
-                    "with KVX_CURVE_DIR: give both the same keys; else see the peer's log, and whether it is alive",
-                )
-            ]
-        )  # fmt: skip
+        return Meeting([error(check, f"no answer to HELLO within {ANSWER_S:g} s", _ALONE, keys)])
     try:
         body, found = seal.open(answers[0])
         reply = decode_reply(body)

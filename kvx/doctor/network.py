@@ -15,8 +15,8 @@ from kvx.errors import HandshakeError
 
 CONNECT_S = 3.0
 GREETING_S = 4.0
-# ZMTP 3: signature, version, mechanism, role, filler. What a ZeroMQ socket says first, and waits for.
-_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+# How ZMTP 3 begins: signature and version. The other side then says its mechanism, without waiting for ours.
+_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
 HOST, PORT = "side channel host", "side channel port"
 
 

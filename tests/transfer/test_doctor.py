@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq.auth
 from engine_process import Engine, EngineConfig, Remote, StartEngines
 
 from kvx.cli import main
@@ -354,6 +355,29 @@ def test_wrong_secret(doctor: Doctor, start: Callable[..., Remote], monkeypatch:
     )
     monkeypatch.setenv("KVX_SECRET", "short")
     doctor("--quick").require("secret", "error", "5 bytes", "mode 0600")
+
+
+def test_keys_of_curve(
+    doctor: Doctor, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in ("ours", "others")]
+    for folder in folders:
+        folder.mkdir()
+        zmq.auth.create_certificates(folder, "kvx")
+        (folder / "kvx.key_secret").chmod(0o600)
+    ours, others = map(str, folders)
+    peer = start(Engine, environ={"KVX_SECRET": SECRET, "KVX_CURVE_DIR": ours})
+    monkeypatch.setenv("KVX_SECRET", SECRET)
+    doctor("--quick", "--peer", address(peer)).require(
+        f"peer {address(peer)}", "error", "it encrypts with CURVE, and the other one does not", "one KVX_CURVE_DIR"
+    )
+    monkeypatch.setenv("KVX_CURVE_DIR", ours)
+    found = doctor("--quick", "--peer", address(peer))
+    assert found.troubles == set(), found.said
+    monkeypatch.setenv("KVX_CURVE_DIR", others)
+    doctor("--quick", "--peer", address(peer)).require(
+        f"handshake with {address(peer)}", "error", "closed the connection|no answer", "keys of one KVX_CURVE_DIR"
+    )
 
 
 @pytest.mark.parametrize(
