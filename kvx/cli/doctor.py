@@ -69,7 +69,7 @@ def doctor_command(
 
     Ends with 0 where all is well, with 1 after warnings, with 2 after errors.
 
-    Example: kvx doctor --connector nixl,ipc --side-channel-port 5600
+    Example: kvx doctor --connector ipc,nixl
     """
     from kvx.doctor.fit import Wanted  # with torch, which takes seconds to import
     from kvx.doctor.run import Options, diagnose

@@ -27,7 +27,7 @@ from kvx.secret import read_secret
 from kvx.vllm.settings import from_options
 
 # Importing torch and a transfer library, on a machine that does other things.
-OPEN_S, TRIP_S, STOP_S = 120.0, 180.0, 10.0
+OPEN_S, TRIP_S, STOP_S = 300.0, 180.0, 10.0
 LOOK_S = 0.05
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from kvx.curve import Curve
 from kvx.doctor import fit, gpus, machine, meeting, network, software, transports, tuning
-from kvx.doctor.findings import Finding, error, exit_status, ok, skipped
+from kvx.doctor.findings import Finding, Level, error, exit_status, ok, skipped
 from kvx.doctor.half import MODEL, Trip
 from kvx.doctor.network import Peer
 from kvx.doctor.process import Failed, HalfProcess, Opened
 from kvx.engine_side import HandoffSettings
 from kvx.errors import ConnectorError
 from kvx.peer import PeerDescriptor
-from kvx.registry import AUTO, AUTO_ORDER
+from kvx.registry import AUTO, AUTO_ORDER, may_be_missing
 from kvx.secret import Secret
 from kvx.vllm.settings import from_options
 
@@ -178,35 +178,50 @@ class _Diagnosis:
         if not self._may_move:
             yield skipped("round trips", "nothing is moved before the errors above are gone")
             return
-        self._on_stage("connectors, in processes of their own")
-        ours, other = self._settings, replace(self._settings, side_channel_port=0)
-        if ours.allowed_hosts:  # the trip inside this host is no hand-off of the deployment
-            ours = replace(ours, allowed_hosts=(*ours.allowed_hosts, ours.side_channel_host))
-            other = replace(other, allowed_hosts=ours.allowed_hosts)
-        with HalfProcess(ours, self._device) as reader, HalfProcess(other, self._device) as owner:
+        sound = True
+        for name in _named(self._settings.connectors):
+            for finding in self._move_here(name):
+                sound &= finding.level is not Level.ERROR
+                yield finding
+        halves = {peer: found for peer, found in self._met.items() if found.info.model == MODEL}
+        if sound and halves:
+            with HalfProcess(self._settings, self._device) as reader:
+                opened = reader.opened()
+                if isinstance(opened, Failed):
+                    yield transports.check_connector(", ".join(self._settings.connectors), opened)
+                    return
+                for peer, found in halves.items():
+                    yield self._trip(reader, peer, found)
+        for peer in self._options.peers:
+            if peer in self._met and peer not in halves:
+                yield skipped(
+                    f"round trip with {peer}",
+                    "it is an engine in service, through which nothing is moved; start `kvx doctor --serve` on its "
+                    "host, and give that address as --peer",
+                )
+
+    def _move_here(self, name: str) -> Iterator[Finding]:
+        """One connector between two processes of this host."""
+        self._on_stage(f"connector {name}, in processes of its own")
+        settings = replace(self._settings, connectors=(name,), side_channel_port=0)
+        if settings.allowed_hosts:  # this trip is no hand-off of the deployment
+            settings = replace(settings, allowed_hosts=(*settings.allowed_hosts, settings.side_channel_host))
+        with HalfProcess(settings, self._device) as reader, HalfProcess(settings, self._device) as owner:
             opened, theirs = reader.opened(), owner.opened()
             failed = next((found for found in (opened, theirs) if isinstance(found, Failed)), None)
-            yield transports.check_connector(ours.connectors, failed)
-            if failed is not None or isinstance(theirs, Failed):
+            if failed is not None and may_be_missing(self._settings.connectors, name):
+                yield skipped(f"connector {name}", f"auto goes on without it: {failed.text}")
                 return
-            if not theirs.connectors:
-                yield skipped("round trips", "these connectors move nothing between engines")
+            yield transports.check_connector(name, failed)
+            if isinstance(opened, Failed) or isinstance(theirs, Failed) or not theirs.connectors:
                 return
-            self._on_stage("64 MiB between two processes of this host")
-            yield transports.check_trip("round trip inside this host", reader.round_trip(theirs))
-            yield transports.check_ucx(ours.connectors, self._device, reader.words())
-            for peer in self._options.peers:
-                if peer in self._met:
-                    yield self._trip(reader, peer, self._met[peer])
+            self._on_stage(f"64 MiB by {name} between two processes of this host")
+            yield transports.check_trip(f"round trip by {name}", reader.round_trip(theirs))
+            if name == "nixl":
+                yield transports.check_ucx(self._device, reader.words())
 
     def _trip(self, reader: HalfProcess, peer: Peer, found: PeerDescriptor) -> Finding:
         check = f"round trip with {peer}"
-        if found.info.model != MODEL:
-            return skipped(
-                check,
-                "it is an engine in service, through which nothing is moved; start `kvx doctor --serve` on its host, "
-                "and give that address as --peer",
-            )
         self._on_stage(f"64 MiB to {peer} and back")
         outcome: Trip | Failed = reader.round_trip(Opened(peer.host, peer.port, found.info.engine_id))
         lanes = transports.lanes_of(reader.words()).get(transports.ELSEWHERE)

@@ -42,9 +42,9 @@ def lanes_of(words: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def check_connector(names: Sequence[str], failed: Failed | None) -> Finding:
-    """Whether the connectors' libraries load and start. `failed`: what became of the first half instead."""
-    check = f"connector {', '.join(names)}"
+def check_connector(name: str, failed: Failed | None) -> Finding:
+    """Whether a connector's library loads and starts. `failed`: what became of a half with it instead."""
+    check = f"connector {name}"
     if failed is None:
         return ok(check, "loads, starts, and registers memory")
     what = _STAGES.get(failed.stage, f"its process fails at {failed.stage}")
@@ -71,10 +71,8 @@ def check_trip(check: str, outcome: Trip | Failed) -> Finding:
     )  # fmt: skip
 
 
-def check_ucx(connectors: Sequence[str], device: str, words: str, environ: Mapping[str, str] = os.environ) -> Finding:
+def check_ucx(device: str, words: str, environ: Mapping[str, str] = os.environ) -> Finding:
     """The transports that UCX took between two processes of this host; `words`: what it printed meanwhile."""
-    if "nixl" not in connectors and AUTO not in connectors:
-        return skipped("UCX transports", "no connector here uses UCX")
     wanted, good = environ.get("UCX_TLS"), UCX_TRANSPORTS["cpu" if device == "cpu" else "cuda"]
     given = "UCX_TLS is not set" if wanted is None else f"UCX_TLS={wanted}"
     if device != "cpu" and wanted is not None and wanted != "all" and "cuda" not in wanted:

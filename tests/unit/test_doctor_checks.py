@@ -302,7 +302,7 @@ def test_what_ucx_says_that_it_took() -> None:
 
 def test_ways_of_ucx_inside_one_host() -> None:
     def of(words: str, device: str = "cpu", **environ: str) -> Finding:
-        return transports.check_ucx(["nixl"], device, words, environ)
+        return transports.check_ucx(device, words, environ)
 
     slow = LOG.replace("cma/memory", "")
     assert of(LOG).level is Level.OK
@@ -311,7 +311,6 @@ def test_ways_of_ucx_inside_one_host() -> None:
     assert "SYS_PTRACE" in of(slow).fix, "it was allowed, and did not work"
     assert of(LOG, "cuda", UCX_TLS="tcp,cma").level is Level.ERROR
     assert of(LOG, "cuda", UCX_TLS="tcp,cuda_copy").level is Level.OK
-    assert transports.check_ucx(["ipc"], "cpu", slow, {}).level is Level.SKIPPED
 
 
 @pytest.mark.parametrize(
@@ -347,9 +346,9 @@ def test_what_became_of_a_trip() -> None:
     assert "64 MiB by nixl, there in 0.50 s and back in 0.25 s" in transports.check_trip("t", trip).found
     dead = transports.check_trip("t", Failed("there", "the side channel closed the connection", cause="peer_dead"))
     assert "start it again" in dead.fix
-    crashed = transports.check_connector(["nixl"], Failed("open", "the process died of SIGSEGV"))
+    crashed = transports.check_connector("nixl", Failed("open", "the process died of SIGSEGV"))
     assert "back end does not start: the process died of SIGSEGV" in crashed.found
-    assert "fails at start" in transports.check_connector(["nixl"], Failed("start", "no answer for 120 s")).found
+    assert "fails at start" in transports.check_connector("nixl", Failed("start", "no answer for 120 s")).found
 
 
 # What fits
