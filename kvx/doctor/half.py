@@ -133,8 +133,10 @@ class Half:
             return None
         request_id, tokens = fetch.request_id, fetch.num_tokens
         who = f"{fetch.engine_id} at {fetch.host}:{fetch.port}"
-        blocks = [list(range(-(-tokens // BLOCK_TOKENS)))]
+        blocks = [list(range(-(-min(tokens, TRIP_TOKENS) // BLOCK_TOKENS)))]
         try:
+            if not 0 < tokens <= TRIP_TOKENS:
+                raise TransferError(f"{tokens} tokens are no trip; one has 1 to {TRIP_TOKENS}")
             self._pull(request_id, fetch.engine_id, fetch.host, fetch.port, blocks, tokens, fetch.ticket)
             self._worker.hold(request_id, blocks, tokens, LEASE_S)
         except KVXError as error:

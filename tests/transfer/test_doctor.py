@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zmq.auth
 from engine_process import Engine, EngineConfig, Remote, StartEngines
 
 from kvx.cli import main
 from kvx.cli.doctor import doctor_command
+from kvx.handshake import Fetch, Fetched, ask
+from kvx.seal import RequestSeal
 
 pytestmark = pytest.mark.transfer
 
@@ -106,6 +109,27 @@ class HalfInAProcess:
     def port(self) -> int:
         return self._half.port
 
+    def engine_id(self) -> str:
+        return self._half.engine_id
+
+    def round_trip(self, port: int, engine_id: str) -> Any:
+        return self._half.round_trip("127.0.0.1", port, engine_id)
+
+    def serve(self) -> str | None:
+        return self._half.serve(60)
+
+    def serve_and_change_a_bit(self) -> str | None:
+        """After it has arrived, and before it is held: digests of what is held agree on both sides."""
+        pull = self._half._pull
+
+        def change(*args: Any) -> None:
+            pull(*args)
+            view = self._half._views["layer.2"]
+            view.view(torch.uint8)[100, 1, 2, 3] ^= 1
+
+        self._half._pull = change  # type: ignore[method-assign]
+        return self._half.serve(60)
+
     def die_when_asked(self) -> None:
         """In the middle of the trip: when it has been asked to pull, and has not."""
         self._half._pull = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
@@ -165,6 +189,36 @@ def unused_port() -> int:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
         return port
+
+
+# Halves
+
+
+def test_a_round_trip_brings_back_what_went_and_notices_one_bit(start: Callable[..., Remote]) -> None:
+    owner, reader = start(HalfInAProcess, connectors=("ipc",)), start(HalfInAProcess, connectors=("ipc",))
+    owner_id = owner.engine_id()
+    digests = set()
+    for _ in range(2):
+        served = owner.begin("serve")
+        trip = reader.round_trip(owner.port, owner_id)
+        assert "64 MiB there and back" in served()
+        assert (trip.connector, trip.nbytes, trip.digests_compared) == ("ipc", 64 << 20, len(digests) * 65536 + 65536)
+        digests.add(trip.digest)
+    assert len(digests) == 2, "each trip has numbers of its own"
+    served = owner.begin("serve_and_change_a_bit")
+    with pytest.raises(RuntimeError, match="VerificationError: 1 of .* numbers of layer.2 came back changed"):
+        reader.round_trip(owner.port, owner_id)
+    served()
+
+
+def test_a_half_is_not_to_be_asked_for_more_than_it_has(start: Callable[..., Remote]) -> None:
+    owner = start(HalfInAProcess, connectors=("ipc",))
+    served = owner.begin("serve")
+    fetch = Fetch(sequence=1, engine_id="e", host="127.0.0.1", port=9, request_id="r", num_tokens=2**61)
+    fetched = ask("127.0.0.1", owner.port, fetch, RequestSeal(None), None, 30)
+    assert isinstance(fetched, Fetched)
+    assert "are no trip" in fetched.failure
+    assert "could not be read" in served()
 
 
 # A sound machine
