@@ -104,7 +104,7 @@ def _skewed(check: str, ahead_s: float, window_s: float, *, is_refused: bool) ->
     text = f"{_duration(ahead_s)} {'ahead of' if ahead_s > 0 else 'behind'} ours; auth_window_s is {window_s:g}"
     fix = "set both clocks by NTP or chrony (timedatectl status); the secret is the right one"
     if is_refused and abs(ahead_s) <= window_s:
-        why = "it refuses what was signed, by its clock, before it started"
+        why = "it refuses what was signed before it started, by its clock; or its own auth_window_s is smaller"
         return error(check, text, why, fix)
     if is_refused:
         return error(check, text, "messages signed outside the window are refused, like a stranger's", fix)

@@ -54,17 +54,18 @@ class Opened:
 class HalfProcess:
     """A half in a child process, used as a context manager."""
 
-    def __init__(self, settings: HandoffSettings, device: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, settings: HandoffSettings, device: str) -> None:
         self._job = {"settings": asdict(settings), "device": device}
         self._host = settings.side_channel_host
-        self._environment = {"UCX_LOG_LEVEL": "info", "NIXL_LOG_LEVEL": "WARN", **(environment or os.environ)}
+        self._environment = {"NIXL_LOG_LEVEL": "WARN", **os.environ, "UCX_LOG_LEVEL": "info"}
+        self._environment.pop("UCX_LOG_FILE", None)
         self._stage, self._unread = "start", b""
 
     def __enter__(self) -> Self:
         self._words = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvx.doctor.process"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, env=dict(self._environment),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, env=self._environment,
         )  # fmt: skip
         self._send(self._job)
         return self

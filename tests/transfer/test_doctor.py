@@ -206,7 +206,7 @@ def test_a_round_trip_brings_back_what_went_and_notices_one_bit(start: Callable[
         digests.add(trip.digest)
     assert len(digests) == 2, "each trip has numbers of its own"
     served = owner.begin("serve_and_change_a_bit")
-    with pytest.raises(RuntimeError, match="VerificationError: 1 of .* numbers of layer.2 came back changed"):
+    with pytest.raises(RuntimeError, match=r"VerificationError: 1 of .* numbers of layer.2 came back changed"):
         reader.round_trip(owner.port, owner_id)
     served()
 
