@@ -163,21 +163,30 @@ def main() -> None:
         secret = read_secret()
         half = Half(from_options(job["settings"]), secret, read_curve(secret), job["device"], on_stage)
         half.open()
-        say(opened={"port": half.port, "engine_id": half.engine_id, "connectors": half.connectors})
-        try:
-            while True:
-                half.serve(LOOK_S)
-                if select.select([source], [], [], 0)[0]:
-                    line = source.readline()
-                    if not line:
-                        return
-                    peer = json.loads(line)["peer"]
-                    say(trip=asdict(half.round_trip(peer["host"], peer["port"], peer["engine_id"])))
-        finally:
-            half.close()
     except KVXError as error:
-        hint = error.hint if isinstance(error, ConnectorUnavailable) else ""
-        say(failed={"text": str(error), "hint": hint, "cause": error.cause})
+        say(failed=_told(error))
+        return
+    try:
+        say(opened={"port": half.port, "engine_id": half.engine_id, "connectors": half.connectors})
+        while True:
+            half.serve(LOOK_S)
+            if select.select([source], [], [], 0)[0]:
+                line = source.readline()
+                if not line:
+                    return
+                peer = json.loads(line)["peer"]
+                try:
+                    say(trip=asdict(half.round_trip(peer["host"], peer["port"], peer["engine_id"])))
+                except KVXError as error:
+                    say(failed=_told(error))
+    finally:
+        half.close()
+
+
+def _told(error: KVXError) -> dict[str, str]:
+    """For a `Failed`."""
+    hint = error.hint if isinstance(error, ConnectorUnavailable) else ""
+    return {"text": str(error), "hint": hint, "cause": error.cause}
 
 
 if __name__ == "__main__":
