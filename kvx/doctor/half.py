@@ -65,7 +65,9 @@ class Half:
         on_stage: Callable[[str], None] = lambda _: None,
     ) -> None:
         deadline_s = max(settings.transfer_deadline_s, TRIP_S / 2)
-        self._settings = replace(settings, verify="all", inject=None, transfer_deadline_s=deadline_s)
+        self._settings = replace(
+            settings, verify="all", inject=None, transfer_deadline_s=deadline_s, otlp_traces_endpoint=""
+        )
         self._secret, self._curve, self._device, self._on_stage = secret, curve, device, on_stage
         self.engine_id = f"kvx-doctor-{uuid.uuid4().hex[:8]}"
         self._asked: queue.Queue[tuple[Fetch, Callable[[Fetched], None]]] = queue.Queue()

@@ -14,7 +14,10 @@ from .activation import bridge_configured, settings_of
 
 def from_vllm(vllm_config: Any) -> HandoffSettings:
     """Checked settings. Errors as in `from_options`."""
-    return from_options(settings_of(vllm_config))
+    # Where vLLM's own traces go, kvx's go as well.
+    observed = getattr(vllm_config, "observability_config", None)
+    traces = getattr(observed, "otlp_traces_endpoint", None) or ""
+    return from_options({"otlp_traces_endpoint": traces, **settings_of(vllm_config)})
 
 
 def from_options(options: Mapping[str, Any]) -> HandoffSettings:
@@ -43,9 +46,6 @@ def from_options(options: Mapping[str, Any]) -> HandoffSettings:
         given["connectors"] = tuple(names)
     if isinstance(given.get("allowed_hosts"), list):
         given["allowed_hosts"] = tuple(given["allowed_hosts"])
-    # Where vLLM's own traces go, kvx's go as well.
-    observed = getattr(vllm_config, "observability_config", None)
-    given.setdefault("otlp_traces_endpoint", getattr(observed, "otlp_traces_endpoint", None) or "")
     return HandoffSettings(**given)
 
 
