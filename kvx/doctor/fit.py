@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from kvx.digest import DIGEST_NAME
 from kvx.doctor.findings import Finding, error, ok, warning
 from kvx.errors import LayoutError, PeerMismatch
 from kvx.geometry import GroupGeometry, HeadRange
@@ -73,7 +74,9 @@ def check_wanted(
     """A peer, and the engine that will be started here with these connectors."""
     check = f"compatibility with {name}"
     try:
-        ours = replace(wanted.beside(theirs), connectors=dict.fromkeys(connectors, b""), verify=verify)
+        ours = replace(
+            wanted.beside(theirs), connectors=dict.fromkeys(connectors, b""), verify=verify, digest=DIGEST_NAME
+        )
     except LayoutError as problem:
         return error(check, str(problem), _WHY, "choose a tensor parallel size that divides the heads")
     found = _judge(check, "here", ours, name, theirs)
@@ -85,14 +88,14 @@ def check_wanted(
 def check_pair(first: tuple[str, PeerDescriptor], second: tuple[str, PeerDescriptor]) -> Finding:
     """Two running engines, of which either may read. Fewer heads at one of them stand against one direction only."""
     check = f"compatibility of {first[0]} and {second[0]}"
-    verifying = [side.verify for _, side in (first, second)]
-    sides = [(name, replace(side, verify="off")) for name, side in (first, second)]
+    differ = first[1].verify != second[1].verify
+    sides = [(name, replace(side, verify="off") if differ else side) for name, side in (first, second)]
     found = [_judge(check, *reader, *owner) for reader, owner in (sides, reversed(sides))]
     good = [finding for finding in found if not finding.is_trouble]
-    if good and verifying[0] != verifying[1]:
+    if good and differ:
         return warning(
             check,
-            f"verify: {verifying[0]} at {first[0]}, {verifying[1]} at {second[0]}",
+            f"verify: {first[1].verify} at {first[0]}, {second[1].verify} at {second[0]}",
             "an engine that asks for more digests than the other one takes refuses to read from it",
             "start both engines with the same verify",
         )

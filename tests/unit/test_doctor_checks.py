@@ -16,6 +16,7 @@ import pytest
 from fake_cuda import FakeCuda
 
 from kvx.cli.doctor import as_markdown, as_report
+from kvx.digest import DIGEST_NAME
 from kvx.doctor import fit, gpus, machine, network, run, software, transports, tuning
 from kvx.doctor.findings import Finding, Level, error, exit_status, ok, skipped, warning
 from kvx.doctor.half import Trip
@@ -362,7 +363,7 @@ def engine(layout: str = "LBHNC", heads: HeadRange | None = None, page_format: s
     info = EngineInfo(engine_id="e", model="m", dtype="float32", kv_cache_dtype="auto", tp_size=8 // heads.count)
     return PeerDescriptor(
         info=info, instance="i", generation=1, layout=layout, groups=(group,), num_blocks=16, verify="off",
-        connectors={"nixl": b""},
+        digest=DIGEST_NAME, connectors={"nixl": b""},
     )  # fmt: skip
 
 
@@ -395,6 +396,12 @@ def test_a_wider_reader_misses_heads_of_a_narrower_owner() -> None:
     assert not fit.check_pair(("rank", rank), ("all", engine())).is_trouble, "one of them can read"
     other = replace(engine(), verify="all")
     assert fit.check_pair(("a", engine()), ("b", other)).level is Level.WARNING
+    older = replace(other, digest="another")
+    for found in (
+        fit.check_pair(("a", other), ("b", older)),
+        fit.check_wanted("peer", older, fit.Wanted(), ["nixl"], "all"),
+    ):
+        assert (found.level, "digest" in found.found) == (Level.ERROR, True)
 
 
 # What is told
