@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from kvx.doctor.findings import Finding, error, ok, skipped, warning
 from kvx.drivers.base import Driver
@@ -145,7 +146,17 @@ def _check_neighbours(count: int) -> Finding:
     )  # fmt: skip
 
 
-def _num_processes(nvml: object, index: int) -> int:
-    """This one counts: the checks before have made it one."""
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)  # type: ignore[attr-defined]
-    return len(nvml.nvmlDeviceGetComputeRunningProcesses(handle))  # type: ignore[attr-defined]
+def _num_processes(nvml: Any, index: int) -> int:
+    """This one counts: the checks before have made it one. Of a slice of a GPU (MIG), NVML does not say."""
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(_name_of(index))
+        return len(nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    except nvml.NVMLError:
+        return 0
+
+
+def _name_of(index: int) -> str:
+    """NVML's name: it counts all devices, torch those of CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"

@@ -147,6 +147,7 @@ def gpu_findings(
     monkeypatch: pytest.MonkeyPatch, library: FakeCuda, count: int, processes: int = 1
 ) -> tuple[dict[str, Finding], bool | None]:
     monkeypatch.setattr(cuda, "_load_bindings", lambda: library)
+    monkeypatch.setattr(gpus, "_name_of", "GPU-{}".format)
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(processes))  # type: ignore[arg-type]
     found, dma_buf = gpus.check_gpus("cuda", count)
     return {finding.check: finding for finding in found}, dma_buf
