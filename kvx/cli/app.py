@@ -14,6 +14,7 @@ from rich.console import Console
 
 import kvx
 from kvx.cli import memory
+from kvx.cli.doctor import doctor_command
 from kvx.cli.files import require_writable, write_json
 from kvx.cli.map import map_command
 from kvx.cli.new_connector import new_connector_command
@@ -43,6 +44,7 @@ bench_app.command("transfer")(memory.transfer_command)
 bench_app.command("offload")(memory.offload_command)
 bench_app.command("verify")(memory.verify_command)
 
+app.command("doctor")(doctor_command)
 app.command("new-connector")(new_connector_command)
 app.command("plan")(plan_command)
 app.command("map")(map_command)
