@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from kvx.handshake import request_status
-from kvx.servers import EngineSettings, Servers, free_ports
+from kvx.engine_settings import EngineSettings
+from kvx.servers import Servers, free_ports
 from kvx.verify import engines
 from kvx.verify.client import Ask, Client
 
