@@ -121,7 +121,7 @@ def serve_command(
     elif dry_run:
         sys.stdout.write(script(plan(options, only_printed=True)))
     else:
-        with ConsoleView(Console()) as view:
+        with ConsoleView(Console(), Console(stderr=True)) as view:
             code = serve(options, plan(options), view)
         raise typer.Exit(code)
 
@@ -129,8 +129,8 @@ def serve_command(
 class ConsoleView:
     """A table that changes on a terminal; on anything else, a line for each change."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, alarms: Console) -> None:
+        self._console, self._alarms = console, alarms
         self._live: Live | None = None
         self._states: dict[str, str] = {}
 
@@ -160,19 +160,18 @@ class ConsoleView:
                 self._console.print(escape(f"{instance.name}: {_line_of(instance)}"), soft_wrap=True, highlight=False)
 
     def say(self, text: str, *, alarm: bool = False) -> None:
-        style = "red" if alarm else "bold"
-        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        console = self._alarms if alarm and self._live is None else self._console
+        console.print(text, style="red" if alarm else "bold", markup=False, highlight=False, soft_wrap=True)
 
 
 def table_of(instances: Sequence[Instance]) -> Table:
-    """One row for each server."""
-    table = Table("server", "URL", "state", "since", "running", "served", "external hits", "log")
+    """One row for each server, and where their logs are."""
+    columns = ("server", "URL", "state", "since", "running", "served", "external hits")
+    table = Table(*columns, caption=escape(f"logs: {instances[0].log.parent}/NAME.log"), caption_justify="left")
     for one in instances:
         state = f"[{_COLOURS[one.state]}]{one.state}[/]" if one.state in _COLOURS else one.state
         counts = ["" if count is None else str(count) for count in (one.running, one.served, one.external_tokens)]
-        table.add_row(
-            one.name, one.url, state, _duration(time.monotonic() - one.since_s), *counts, escape(str(one.log))
-        )
+        table.add_row(one.name, one.url, state, _duration(time.monotonic() - one.since_s), *counts)
     return table
 
 

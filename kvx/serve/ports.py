@@ -41,9 +41,9 @@ class Ports:
                 require_free_port(LOOPBACK, port)
             taken.update(range(options.first_port, sides[-1] + worlds[-1]))
         else:
-            engines = tuple(_free_run(1, taken) for _ in worlds)
-            sides = tuple(_free_run(world, taken) for world in worlds)
-        return cls(engines, sides, router, _free_run(1, taken))
+            engines = tuple(free_run(1, taken) for _ in worlds)
+            sides = tuple(free_run(world, taken) for world in worlds)
+        return cls(engines, sides, router, free_run(1, taken))
 
     @classmethod
     def elsewhere(cls, options: ServeOptions, worlds: Sequence[int]) -> Self:
@@ -73,7 +73,7 @@ def _counted(first: int, worlds: Sequence[int]) -> tuple[tuple[int, ...], tuple[
     return tuple(range(first, side)), tuple(sides)
 
 
-def _free_run(count: int, taken: set[int]) -> int:
+def free_run(count: int, taken: set[int]) -> int:
     """The first of `count` ports in a row that are free and not taken; they are taken then."""
     for _ in range(_ATTEMPTS):
         first = free_ports(1, LOOPBACK)[0]

@@ -58,7 +58,7 @@ class View(Protocol):
 def serve(options: ServeOptions, deployment: Deployment, view: View) -> int:
     """Start everything, watch it, and stop it: 0 when somebody ended it, 1 when a server ended by itself.
 
-    Triggers of EngineError: a server that ends or is not ready within `start_timeout`; a port taken meanwhile.
+    A server that is not ready within `start_timeout`, or whose port was taken meanwhile, counts as one that ended.
     """
     with Servers(Path(options.logs) if options.logs else None) as servers:
         run = _Run(options, deployment, servers, view)
@@ -67,6 +67,9 @@ def serve(options: ServeOptions, deployment: Deployment, view: View) -> int:
             run.watch()
         except (KeyboardInterrupt, StoppedBySignal):
             pass
+        except EngineError as error:
+            run.has_lost = True
+            view.say(f"kvx: {error}", alarm=True)  # now: stopping the others takes a while
         run.say_stopping()
     return 1 if run.has_lost else 0
 
@@ -109,11 +112,11 @@ class _Run:
             client.close()
 
     def say_stopping(self) -> None:
+        self._view.say("stopping: first the router, then decode, then prefill; Ctrl-C again kills them at once")
         for instance in self._instances:
-            if instance.server is not None and instance.state != ENDED:
+            if instance.server is not None and instance.server.is_running():
                 instance.become(STOPPING)
         self._view.show(self._instances)
-        self._view.say("stopping: first the router, then decode, then prefill; Ctrl-C again to kill them at once")
 
     def _launch(self, instance: Instance, settings: ServerSettings) -> None:
         instance.server = self._servers.start(settings)
@@ -140,7 +143,7 @@ class _Run:
             try:
                 instance.server.check()
             except EngineError as error:
-                self._view.say(str(error), alarm=True)
+                self._view.say(f"kvx: {error}", alarm=True)
         return not self.has_lost
 
     def _some_run(self) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvx.handshake import request_status
 from kvx.engine_settings import EngineSettings
+from kvx.handshake import request_status
 from kvx.servers import Servers, free_ports
 from kvx.verify import engines
 from kvx.verify.client import Ask, Client
