@@ -19,11 +19,12 @@ from rich.table import Table
 
 from kvx.serve.deployment import plan
 from kvx.serve.manifests import manifests
-from kvx.serve.options import merged
-from kvx.serve.run import ENDED, READY, SILENT, Instance, serve
+from kvx.serve.options import DEFAULT_FILE, merged
+from kvx.serve.run import ENDED, READY, UNHEALTHY, Instance, serve
 from kvx.serve.shell import script
+from kvx.verify.model import MODEL_NAME, default_model_folder
 
-_COLOURS = {READY: "green", SILENT: "yellow", ENDED: "bold red"}
+_COLOURS = {READY: "green", UNHEALTHY: "yellow", ENDED: "bold red"}
 
 EPILOG = (
     "Example: kvx serve --prefill 1 --decode 1 -- --max-num-seqs 8. Every option may stand in kvx.toml, with _ for -; "
@@ -122,6 +123,10 @@ def serve_command(
         sys.stdout.write(script(plan(options, only_printed=True)))
     else:
         with ConsoleView(Console(), Console(stderr=True)) as view:
+            if config is None and DEFAULT_FILE.is_file():
+                view.say(f"options are read from {DEFAULT_FILE}")
+            if options.model is None and not default_model_folder().is_dir():
+                view.say(f"converting {MODEL_NAME}, once")
             code = serve(options, plan(options), view)
         raise typer.Exit(code)
 

@@ -19,7 +19,7 @@ from kvx.serve.devices import deal_out, visible_devices
 from kvx.serve.options import ServeOptions
 from kvx.serve.ports import LOOPBACK, Ports
 from kvx.serve.router import RouterSettings
-from kvx.serve.words import api_key, last_value, world_size
+from kvx.serve.words import api_key, last_value, require_undecided, world_size
 from kvx.servers import require_known_vllm, share_cores
 from kvx.verify.model import MODEL_NAME, default_model, default_model_folder, require_model_folder
 
@@ -133,8 +133,10 @@ def engine_settings(
 
 
 def words_of(options: ServeOptions, role: str) -> list[str]:
-    """What the engines of a role get on vLLM's command line as it is."""
-    return [*options.vllm_args, *(options.prefill_args if role == PREFILL else options.decode_args)]
+    """What the engines of a role get on vLLM's command line as it is. Trigger of EngineError: `require_undecided`."""
+    words = [*options.vllm_args, *(options.prefill_args if role == PREFILL else options.decode_args)]
+    require_undecided(words)
+    return words
 
 
 def environment_of(options: ServeOptions, engines_of_host: int) -> dict[str, str]:

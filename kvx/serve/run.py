@@ -16,7 +16,8 @@ from kvx.servers import Server, Servers, ServerSettings, StoppedBySignal
 from kvx.verify.client import Client
 from kvx.verify.report import EXTERNAL_HITS
 
-WAITING, STARTING, READY, SILENT, STOPPING, ENDED = "waiting", "starting", "ready", "silent", "stopping", "ended"
+WAITING, STARTING, READY, UNHEALTHY = "waiting", "starting", "ready", "unhealthy"
+STOPPING, STOPPED, ENDED = "stopping", "stopped", "ended"  # we stop it, and it is gone; it ended by itself
 LOOK_INTERVAL_S = 0.5
 ASK_INTERVAL_S = 3.0
 ASK_DEADLINE_S = 2.0
@@ -71,6 +72,7 @@ def serve(options: ServeOptions, deployment: Deployment, view: View) -> int:
             run.has_lost = True
             view.say(f"kvx: {error}", alarm=True)  # now: stopping the others takes a while
         run.say_stopping()
+    run.say_stopped()
     return 1 if run.has_lost else 0
 
 
@@ -102,7 +104,10 @@ class _Run:
         client = Client(ASK_DEADLINE_S)
         try:
             asked_s = time.monotonic()
-            while self._all_run() or (self._options.keep_going and self._some_run()):
+            while True:
+                self._notice_lost()
+                if self.has_lost and not (self._options.keep_going and self._some_run()):
+                    return
                 if time.monotonic() - asked_s > ASK_INTERVAL_S:
                     self._ask(client)
                     asked_s = time.monotonic()
@@ -117,6 +122,13 @@ class _Run:
             if instance.server is not None and instance.server.is_running():
                 instance.become(STOPPING)
         self._view.show(self._instances)
+
+    def say_stopped(self) -> None:
+        for instance in self._instances:
+            if instance.state == STOPPING:
+                instance.become(STOPPED)
+        self._view.show(self._instances)
+        self._view.say("all of it is stopped")
 
     def _launch(self, instance: Instance, settings: ServerSettings) -> None:
         instance.server = self._servers.start(settings)
@@ -133,8 +145,8 @@ class _Run:
             instance.become(READY)
         self._view.show(self._instances)
 
-    def _all_run(self) -> bool:
-        """Whether all servers do; says of each that does not, once, how it ended."""
+    def _notice_lost(self) -> None:
+        """Say of each server that has ended by itself, once, how it did."""
         for instance in self._instances:
             if instance.server is None or instance.state == ENDED or instance.server.is_running():
                 continue
@@ -144,7 +156,6 @@ class _Run:
                 instance.server.check()
             except EngineError as error:
                 self._view.say(f"kvx: {error}", alarm=True)
-        return not self.has_lost
 
     def _some_run(self) -> bool:
         return any(instance.state != ENDED for instance in self._instances)
@@ -154,7 +165,7 @@ class _Run:
             server = instance.server
             if server is None or instance.state == ENDED:
                 continue
-            instance.become(READY if server.is_healthy() else SILENT)
+            instance.become(READY if server.is_healthy() else UNHEALTHY)
             if not self._view.wants_counts or instance is self._router or instance.state != READY:
                 continue
             try:

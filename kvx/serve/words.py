@@ -13,6 +13,23 @@ _WORLD = (
     ("--data-parallel-size", "-dp"),
 )
 
+# What kvx serve must know, so that it decides about it: the option of its own that does.
+_DECIDED = {
+    "--model": "--model",
+    "--served-model-name": "--served-model-name",
+    "--host": "--host, or --prefill-hosts and --decode-hosts",
+    "--port": "--first-port",
+    "--kv-transfer-config": "--connector and --handoff",
+}
+
+
+def require_undecided(arguments: Sequence[str]) -> None:
+    """Trigger of EngineError: one of the words is an option that kvx serve gives to vLLM itself."""
+    for word in arguments:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in _DECIDED:
+            raise EngineError(f"vLLM's {name} is given by kvx serve; before --, use its own {_DECIDED[name]}")
+
 
 def world_size(arguments: Sequence[str]) -> int:
     """Ranks of an engine that is started with these words: each has a side channel, and on a GPU a device."""

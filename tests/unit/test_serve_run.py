@@ -123,7 +123,7 @@ def test_each_is_started_when_the_one_before_is_healthy_and_an_interrupt_is_a_go
     started = [(name, state) for name, state in view.changes if state in ("starting", "ready")]
     assert started == [(name, state) for name in NAMES for state in ("starting", "ready")]
     assert view.said[0][0] == f"ready: http://127.0.0.1:{plan.router.port}/v1, model some-model; Ctrl-C stops it"
-    assert {one.state for one in view.instances} == {"stopping"}
+    assert {one.state for one in view.instances} == {"stopped"}
 
 
 def test_sigterm_is_a_good_end_too(tmp_path):
