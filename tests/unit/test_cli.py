@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shlex
 import socket
 import sys
 
@@ -264,6 +265,17 @@ def test_serve_prints_what_kvx_toml_says_and_the_command_line_wins(kvx, in_a_fol
     assert code == 0
     assert said.count("--seed 8") == 3
     assert "from-file" not in said
+
+
+def test_the_example_of_serve_works(kvx, in_a_folder, model):
+    code, said = kvx("serve", "--help")
+    assert code == 0
+    example = re.search(r"Example: kvx (serve .*?)\. ", said)
+    assert example is not None
+    words = shlex.split(example[1])
+    code, said = kvx(*words[:1], "--dry-run", "--model", model, "--device", "cpu", *words[1:])
+    assert code == 0
+    assert said.count("--max-num-seqs 8") == 2
 
 
 def test_serve_prints_manifests(kvx, in_a_folder):

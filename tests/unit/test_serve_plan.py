@@ -252,7 +252,8 @@ def test_words_mean_what_vllm_takes_them_for():
     assert last_value([], ["--a"]) is None
 
 
-def test_the_dry_run_is_the_commands_that_would_be_run(options):
+def test_the_dry_run_is_the_commands_that_would_be_run(options, monkeypatch):
+    monkeypatch.setenv("KVX_SECRET_FILE", "/a folder/it's $HOME")
     found = plan(options(prefill=2, vllm_args=["--seed", "it's 7"]), only_printed=True)
     text = script(found)
     servers = [*(m.engine for m in found.members), found.router]
