@@ -85,12 +85,12 @@ def plan(options: ServeOptions, *, only_printed: bool = False) -> Deployment:
     device = require_vllm(options.device, only_printed=only_printed)
     if options.layout is not None:
         require_block_compact(KVCacheLayout.parse(options.layout))
-    model, served_name = _model(options, only_printed)
     wants_router = _wants_router(options, only_printed)
     worlds = [world_size(words_of(options, role)) for role in _roles(options)]
     ports = Ports.chosen(options, worlds) if not elsewhere else Ports.elsewhere(options, worlds)
-    engines = _engines(options, device, model, served_name, ports)
     devices = _devices(options, worlds, only_printed) if device == "cuda" else [()] * len(worlds)
+    model, served_name = _model(options, only_printed)  # late: it may have to be converted first
+    engines = _engines(options, device, model, served_name, ports)
     members = tuple(_member(*of_one) for of_one in zip(engines, ports.sides, devices, strict=True))
     _require_shares(members)
     router = _router(options, members, ports) if wants_router else None
