@@ -34,7 +34,7 @@ EPILOG = (
 
 def serve_command(
     vllm_args: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- VLLM OPTIONS]", help="More options for every vLLM server.")
+        list[str] | None, typer.Argument(metavar="-- VLLM_OPTIONS", help="More options for every vLLM server.")
     ] = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill engines; by default 1.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode engines; by default 1.")] = None,
