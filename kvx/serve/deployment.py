@@ -27,7 +27,7 @@ PREFILL, DECODE = "prefill", "decode"
 BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
 # Clients first lose the router, then decode its readers, then prefill, which they read from.
 STOP_ORDER = {DECODE: 1, PREFILL: 2}
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 GPU_SHARE = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
 
 

@@ -156,6 +156,8 @@ def test_the_default_port_gives_way_where_it_is_taken(options, monkeypatch):
     ("given", "part"),
     [
         ({"model": "/nowhere"}, "no model folder at /nowhere"),
+        ({"model": "./nowhere"}, "/nowhere; --model needs a folder"),
+        ({"model": "nowhere"}, "/nowhere; --model needs a folder"),
         ({"first_port": 65533}, "leaves no room"),
         ({"vllm_args": ["--port=1"]}, "vLLM's --port is given by kvx serve; before --, use its own --first-port"),
         ({"decode_args": ["--kv_transfer_config", "{}"]}, "use its own --connector and --handoff"),
