@@ -119,8 +119,8 @@ class _Run:
     def say_stopping(self) -> None:
         self._view.say("stopping: first the router, then decode, then prefill; Ctrl-C again kills them at once")
         for instance in self._instances:
-            if instance.server is not None and instance.server.is_running():
-                instance.become(STOPPING)
+            if instance.server is not None:
+                instance.become(STOPPING if instance.server.is_running() else ENDED)
         self._view.show(self._instances)
 
     def say_stopped(self) -> None:

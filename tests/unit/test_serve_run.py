@@ -193,7 +193,7 @@ def test_a_start_that_fails_says_why_and_ends_the_others(tmp_path):
     (alarm,) = [text for text, alarm in view.said if alarm]
     assert "the decode-0 engine ended with status 3" in alarm
     assert "ValueError: no room for one request" in alarm
-    assert ("router", "starting") not in view.changes
+    assert [one.state for one in view.instances] == ["stopped", "ended", "waiting"]
 
 
 def test_a_start_that_takes_too_long_says_what_was_found(tmp_path):
