@@ -45,7 +45,7 @@ def serve_command(
     connector: Annotated[str | None, typer.Option(help="Connectors, separated by commas; by default auto.")] = None,
     dtype: Annotated[str | None, typer.Option(help="As vLLM's --dtype; by default auto.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default what vLLM here computes on.")] = None,
-    devices: Annotated[str | None, typer.Option(help="GPUs to deal out, for example 0,1,2,3; by default all.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="GPUs to deal out, for example 0,1,2,3; by default all.")] = None,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens in one block; by default 128 on a CPU, else 16.")
     ] = None,
@@ -95,7 +95,7 @@ def serve_command(
         "connector": connector,
         "dtype": dtype,
         "device": device,
-        "devices": _numbers(devices),
+        "gpus": _numbers(gpus),
         "block_size": block_size,
         "eager": eager,
         "kv_space": kv_space,
@@ -199,7 +199,7 @@ def _names(text: str | None) -> list[str] | None:
 def _numbers(text: str | None) -> list[int] | None:
     names = _names(text)
     if names is not None and not all(name.isdigit() for name in names):
-        raise typer.BadParameter(f"{text!r} is no list of numbers, for example 0,1", param_hint="--devices")
+        raise typer.BadParameter(f"{text!r} is no list of numbers, for example 0,1", param_hint="--gpus")
     return None if names is None else [int(name) for name in names]
 
 

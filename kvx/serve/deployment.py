@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def plan(options: ServeOptions, *, only_printed: bool = False) -> Deployment:
     devices = _devices(options, worlds, only_printed) if device == "cuda" else [()] * len(worlds)
     model, served_name = _model(options, only_printed)  # late: it may have to be converted first
     engines = _engines(options, device, model, served_name, ports)
-    members = tuple(_member(*of_one) for of_one in zip(engines, ports.sides, devices, strict=True))
+    members = _members(engines, ports.sides, devices)
     _require_shares(members)
     router = _router(options, members, ports) if wants_router else None
     return Deployment(members, router, served_name, elsewhere)
@@ -190,18 +190,26 @@ def _devices(options: ServeOptions, worlds: Sequence[int], only_printed: bool) -
     for host in dict.fromkeys(hosts):
         here = [index for index, other in enumerate(hosts) if other == host]
         needed = [worlds[index] for index in here]
-        devices = options.devices if options.devices is not None else visible_devices()
-        if options.devices is None and (options.prefill_hosts or (only_printed and not devices)):
+        devices = options.gpus if options.gpus is not None else visible_devices()
+        if options.gpus is None and (options.prefill_hosts or (only_printed and not devices)):
             devices = list(range(sum(needed)))
         dealt |= dict(zip(here, deal_out(devices, needed), strict=True))
     return [dealt[index] for index in range(len(hosts))]
 
 
-def _member(engine: EngineSettings, side_port: int, devices: tuple[int, ...]) -> Member:
-    if devices:
-        visible = {**engine.environment, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
-        engine = replace(engine, environment=visible)
-    return Member(engine.name.rpartition("-")[0], engine, side_port, devices)
+def _members(
+    engines: Iterable[EngineSettings], side_ports: Sequence[int], devices: Sequence[tuple[int, ...]]
+) -> tuple[Member, ...]:
+    """Engines with their GPUs. Each sees its own first, and then those that it may have to read from."""
+    own = list(zip(engines, side_ports, devices, strict=True))
+    members = []
+    for engine, side_port, gpus in own:
+        if gpus:
+            here = (gpu for other, _, others in own if other.host == engine.host for gpu in others)
+            seen = ",".join(map(str, dict.fromkeys((*gpus, *here))))
+            engine = replace(engine, environment={**engine.environment, "CUDA_VISIBLE_DEVICES": seen})
+        members.append(Member(engine.name.rpartition("-")[0], engine, side_port, gpus))
+    return tuple(members)
 
 
 def _router(options: ServeOptions, members: Sequence[Member], ports: Ports) -> RouterSettings:

@@ -15,7 +15,7 @@ def deal_out(devices: Sequence[int], worlds: Sequence[int]) -> list[tuple[int, .
     """
     most = max(worlds)
     if most > len(devices):
-        raise EngineError(f"an engine of {most} ranks needs as many GPUs, and there are {len(devices)}; see --devices")
+        raise EngineError(f"an engine of {most} ranks needs as many GPUs, and there are {len(devices)}; see --gpus")
     dealt, at = [], 0
     for world in worlds:
         if at + world > len(devices):
@@ -31,7 +31,7 @@ def visible_devices() -> list[int]:
     if named is not None:
         numbers = [word.strip() for word in named.split(",") if word.strip()]
         if not all(number.isdigit() for number in numbers):
-            raise EngineError(f"CUDA_VISIBLE_DEVICES is {named!r}; give the GPUs by number with --devices")
+            raise EngineError(f"CUDA_VISIBLE_DEVICES is {named!r}; give the GPUs by number with --gpus")
         return [int(number) for number in numbers]
     import torch  # seconds to import, and needed here only
 

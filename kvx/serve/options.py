@@ -36,7 +36,7 @@ class ServeOptions:
     connector: str = "auto"
     dtype: str = "auto"
     device: str | None = None
-    devices: list[int] | None = None
+    gpus: list[int] | None = None
     block_size: int | None = None
     eager: bool | None = None
     kv_space: int = 1

@@ -305,7 +305,7 @@ def test_serve_says_what_is_wrong_in_one_sentence(kvx, in_a_folder, model, words
     [
         (["stray"], "'stray' is no option"),
         (["--handoff", "verify"], "NAME=VALUE"),
-        (["--devices", "a,b"], "for example 0,1"),
+        (["--gpus", "a,b"], "for example 0,1"),
         (["--router-args", "'"], "No closing quotation"),
         (["--prefil", "1"], "No such option"),
     ],

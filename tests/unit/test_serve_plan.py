@@ -235,16 +235,16 @@ def test_an_engine_with_more_ranks_than_gpus_is_one_sentence():
 
 def test_engines_with_gpus_of_their_own_start_together_and_others_in_turn(options):
     share = ["--gpu-memory-utilization", "0.4"]
-    found = plan(options(device="cuda", devices=[0, 1], prefill=2, decode=1, vllm_args=share))
+    found = plan(options(device="cuda", gpus=[0, 1], prefill=2, decode=1, vllm_args=share))
     assert [[m.name for m in wave] for wave in found.waves()] == [["prefill-0", "prefill-1"], ["decode-0"]]
-    assert [m.engine.added_environment()["CUDA_VISIBLE_DEVICES"] for m in found.members] == ["0", "1", "0"]
+    assert [m.engine.added_environment()["CUDA_VISIBLE_DEVICES"] for m in found.members] == ["0,1", "1,0", "0,1"]
     assert option(found.members[0].engine.command(), "--block-size") == "16"
     assert "--enforce-eager" not in found.members[0].engine.command()
 
 
 def test_engines_that_share_a_gpu_must_say_how_much_each_takes(options):
     with pytest.raises(EngineError, match="prefill-0 and decode-0 share GPU 3"):
-        plan(options(device="cuda", devices=[3]))
+        plan(options(device="cuda", gpus=[3]))
 
 
 def test_words_mean_what_vllm_takes_them_for():
