@@ -19,6 +19,7 @@ from kvx.cli.files import require_writable, write_json
 from kvx.cli.map import map_command
 from kvx.cli.new_connector import new_connector_command
 from kvx.cli.plan import plan_command
+from kvx.cli.serve import EPILOG, serve_command
 from kvx.cli.show import ConsoleProgress, show_bench, show_verify
 from kvx.errors import KVXError
 from kvx.layout import KVCacheLayout, require_block_compact
@@ -48,6 +49,7 @@ app.command("doctor")(doctor_command)
 app.command("new-connector")(new_connector_command)
 app.command("plan")(plan_command)
 app.command("map")(map_command)
+app.command("serve", epilog=EPILOG)(serve_command)
 
 _out = Console()
 _progress = Console(stderr=True)

@@ -13,9 +13,9 @@ from kvx.doctor.findings import Finding, error, ok, skipped, warning
 from kvx.doctor.half import Trip
 from kvx.doctor.network import Peer
 from kvx.doctor.process import Failed
+from kvx.engine_settings import UCX_TRANSPORTS
 from kvx.errors import ConnectorError, PeerDead
 from kvx.registry import AUTO
-from kvx.servers import UCX_TRANSPORTS
 
 HERE, ELSEWHERE = "intra-node", "inter-node"
 _LANES = re.compile(rf"UCX\s+INFO\s.*/moving ({HERE}|{ELSEWHERE}) cfg#\d+ (.*)")
