@@ -24,7 +24,7 @@ from kvx import engine_side, handshake, ticket  # noqa: F401  engine_side: for w
 from kvx.addresses import AllowedHosts
 from kvx.digest import DIGEST_NAME, digests
 from kvx.engine_side import EngineSide, HandoffSettings, Pull
-from kvx.errors import TransferError
+from kvx.errors import StaleGeneration, TransferError
 from kvx.handshake import Claim, Claimed, DigestPage, Hello, Release, Status, StatusReply, Welcome
 from kvx.holder import MOST_WAITING, Holder
 from kvx.holds import MOST_PARKED, Hold
@@ -369,7 +369,7 @@ class TicketDoor(Door):
             read.require_place("127.0.0.1", 5000)
             read.require_tokens(32)
             read.require_instance("i")
-        except TransferError as error:
+        except (StaleGeneration, TransferError) as error:
             assert text != self.text
             return next((word for word in WORDS if word in str(error)), "refused")
         assert how == 1 or text == self.text, "nobody signed it"
