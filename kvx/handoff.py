@@ -28,7 +28,7 @@ from kvx.engine_side import EngineSide, Failure, HandoffEvents, HandoffSettings,
 from kvx.errors import ConnectorStateError, Crowded, KVXError, LayoutError
 from kvx.geometry import GroupGeometry
 from kvx.handshake import Message, RefusedMessage
-from kvx.holder import Holder
+from kvx.holder import Holder, OnFetch
 from kvx.holds import Hold
 from kvx.metrics import HandoffMetrics
 from kvx.peer import EngineInfo
@@ -71,6 +71,7 @@ class HandoffWorker:
 
     `secret`: what its engines share (`kvx.secret.read_secret`). With one, nobody else is talked to.
     `curve`: the key pair that they share (`kvx.curve.read_curve`), to encrypt what they say. `clock` is monotonic.
+    `on_fetch`: for a diagnosis only (`kvx.handshake.Fetch`); called on the hand-off thread, and must be quick.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class HandoffWorker:
         status_extra: Callable[[], dict[str, Any]] | None = None,
         secret: Secret | None = None,
         curve: Curve | None = None,
+        on_fetch: OnFetch | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -88,7 +90,7 @@ class HandoffWorker:
         self._status_extra = status_extra
         self._curve = curve
         self._side = EngineSide(settings, info, connectors, self._post, secret, clock)
-        self._holder = Holder(self._side, self._reply, self.status)
+        self._holder = Holder(self._side, self._reply, self.status, on_fetch)
         self._puller = Puller(self._side, self._open_link, self._close_link)
         self._pulling: set[str] = set()  # the engine's thread: pulls whose outcome it has not taken
         self._holding: set[str] = set()  # the same of holds

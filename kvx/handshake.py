@@ -1,21 +1,22 @@
 """The side channel's messages: msgpack, versioned, size-limited, decoded strictly into these types and no others.
 
 Reader and owner: the reader asks HELLO once, then for each hand-off CLAIM, DIGESTS (when verifying) and RELEASE;
-RENEW as long as a request waits or is being read.
+RENEW as long as a request waits or is being read. FETCH is for `kvx doctor` alone.
 Block ids come from the owner's claim reply, never from what passed through an HTTP client. Where engines share a
 secret, each message travels in a signed envelope (`kvx.seal`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 import zmq
 
 from kvx.addresses import endpoint_of
-from kvx.curve import read_curve
-from kvx.errors import Crowded, HandshakeError, KVXError, LeaseExpired, StaleGeneration, TicketRefused
+from kvx.curve import Curve, read_curve
+from kvx.errors import Crowded, HandshakeError, KVXError, LeaseExpired, PeerDead, StaleGeneration, TicketRefused
 from kvx.geometry import GroupGeometry
 from kvx.peer import EngineInfo, PeerDescriptor, VerifyMode
 from kvx.seal import MESSAGE_LIMIT_BYTES as MESSAGE_LIMIT_BYTES
@@ -141,6 +142,30 @@ class Renewed(Message):
     left_s: Seconds
 
 
+class Fetch(Message):
+    """Ask for a pull of a request that the asker holds, and for a hold of what has arrived, under the same id.
+
+    Only the other half of `kvx doctor` does that. An engine in service refuses.
+    """
+
+    engine_id: Text
+    host: Text
+    port: Annotated[int, msgspec.Meta(gt=0, lt=65536)]
+    request_id: Text
+    num_tokens: Count
+    ticket: Annotated[str, msgspec.Meta(max_length=LONGEST_TICKET)] = ""
+
+
+class Fetched(Message):
+    """The pull has ended. `failure`: why it failed; empty where all has arrived and is held, for whom the rest is."""
+
+    request_id: Text
+    failure: Text = ""
+    host: Text = ""
+    port: Count = 0
+    ticket: Annotated[str, msgspec.Meta(max_length=LONGEST_TICKET)] = ""
+
+
 class Status(Message):
     pass
 
@@ -156,8 +181,8 @@ class Refused(Message):
     cause: Text = ""
 
 
-Request = Hello | Claim | Renew | Digests | Release | Status
-Reply = Welcome | Claimed | Renewed | DigestPage | StatusReply | Refused
+Request = Hello | Claim | Renew | Digests | Release | Fetch | Status
+Reply = Welcome | Claimed | Renewed | DigestPage | Fetched | StatusReply | Refused
 T = TypeVar("T")
 # What a refusal is to the reader, by its `cause`; any other is a HandshakeError.
 REFUSALS: dict[str, type[KVXError]] = {
@@ -214,7 +239,7 @@ def _reply_to(nonce: bytes, seal: RequestSeal, data: bytes, where: str) -> Reply
     try:
         body, found = seal.open(data)
     except RefusedMessage as error:
-        raise HandshakeError(f"no status from the side channel of {where}: {error}") from error
+        raise HandshakeError(f"no answer from the side channel of {where}: {error}") from error
     if found != nonce:
         raise HandshakeError(f"the side channel of {where} answered another request than ours")
     return decode_reply(body)
@@ -273,9 +298,29 @@ def request_status(host: str, port: int, timeout_s: float = 5.0) -> dict[str, An
     HandshakeError: no readable answer in time. ConnectorError: the configured secret cannot be used.
     """
     secret = read_secret()
-    seal, curve = RequestSeal(secret), read_curve(secret)
+    reply = ask(host, port, Status(sequence=1), RequestSeal(secret), read_curve(secret), timeout_s)
+    if not isinstance(reply, StatusReply):
+        raise HandshakeError(f"the side channel of {host}:{port} answered a status request with {reply}")
+    return reply.status
+
+
+def ask(host: str, port: int, message: Message, seal: RequestSeal, curve: Curve | None, timeout_s: float) -> Reply:
+    """One question to an engine on a link of its own. HandshakeError: no readable answer in time."""
+    data, nonce = seal.seal(message.sequence, encode(message))
+    answers = exchange(host, port, [data], curve, timeout_s)
+    if not answers:
+        raise HandshakeError(f"no answer from the side channel of {host}:{port} within {timeout_s:g} s")
+    return _reply_to(nonce, seal, answers[0], f"{host}:{port}")
+
+
+def exchange(host: str, port: int, messages: Sequence[bytes], curve: Curve | None, timeout_s: float) -> list[bytes]:
+    """What a side channel answers to messages that are sent at once, in its order: as many, or fewer after so long.
+
+    PeerDead: it closed the connection before it answered anything. HandshakeError: no address.
+    """
     context = zmq.Context()
     channel = context.socket(zmq.DEALER)
+    answers: list[bytes] = []
     try:
         channel.setsockopt(zmq.LINGER, 0)
         address = endpoint_of(host, port)
@@ -283,14 +328,20 @@ def request_status(host: str, port: int, timeout_s: float = 5.0) -> dict[str, An
         channel.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT_BYTES)
         if curve is not None:
             curve.connect(channel)
+        monitor = channel.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         channel.connect(address)
-        data, nonce = seal.seal(1, encode(Status(sequence=1)))
-        channel.send(data)
-        if not channel.poll(round(timeout_s * 1000)):
-            raise HandshakeError(f"no status from the side channel of {host}:{port} within {timeout_s:g} s")
-        reply = _reply_to(nonce, seal, channel.recv(), f"{host}:{port}")
+        for data in messages:
+            channel.send(data)
+        poller = zmq.Poller()
+        for found in (channel, monitor):
+            poller.register(found, zmq.POLLIN)
+        while len(answers) < len(messages) and (ready := dict(poller.poll(round(timeout_s * 1000)))):
+            if channel in ready:
+                answers.append(channel.recv())
+            elif not answers:
+                raise PeerDead(f"the side channel of {host}:{port} closed the connection")
+            else:
+                break
     finally:
         context.destroy(linger=0)
-    if not isinstance(reply, StatusReply):
-        raise HandshakeError(f"the side channel of {host}:{port} answered a status request with {reply}")
-    return reply.status
+    return answers

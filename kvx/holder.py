@@ -8,11 +8,13 @@ from typing import Any
 
 from kvx import inject
 from kvx.engine_side import EngineSide
-from kvx.errors import Crowded, KVXError, TicketRefused
+from kvx.errors import Crowded, HandshakeError, KVXError, TicketRefused
 from kvx.handshake import (
     REFUSALS,
     Claim,
     Digests,
+    Fetch,
+    Fetched,
     Hello,
     Message,
     Refused,
@@ -37,15 +39,24 @@ SETUP_S = 1.0
 PARTING_S = 3.0
 # Questions for digests that are being taken; more of them are refused.
 MOST_WAITING = 4096
+# What a FETCH is given to, with the call that answers it, from any thread.
+OnFetch = Callable[[Fetch, Callable[[Fetched], None]], None]
 
 
 class Holder:
-    """All holds of one engine rank. `send` answers a reader; `status` is what a STATUS request gets."""
+    """All holds of one engine rank. `send` answers a reader; `status` is what a STATUS request gets.
+
+    `on_fetch`: what a FETCH request is given to; without, it is refused.
+    """
 
     def __init__(
-        self, side: EngineSide, send: Callable[[bytes, Message], None], status: Callable[[], dict[str, Any]]
+        self,
+        side: EngineSide,
+        send: Callable[[bytes, Message], None],
+        status: Callable[[], dict[str, Any]],
+        on_fetch: OnFetch | None = None,
     ) -> None:
-        self._side, self._send, self._status = side, send, status
+        self._side, self._send, self._status, self._on_fetch = side, send, status, on_fetch
         self._table = HoldTable(side.instance, side.settings.grace_s, send)
         self._waiting_digests: list[tuple[bytes, Digests]] = []
         self._stale: list[tuple[Hold, float]] = []
@@ -157,8 +168,16 @@ class Holder:
                     self._released(request.request_id)
             case Digests():
                 self._answer_digests(sender, request)
+            case Fetch():
+                self._fetch(sender, request)
             case _:
                 self._send(sender, StatusReply(sequence=request.sequence, status=self._status()))
+
+    def _fetch(self, sender: bytes, ask: Fetch) -> None:
+        """HandshakeError: this engine is no half of a diagnosis."""
+        if self._on_fetch is None:
+            raise HandshakeError("this engine is in service and fetches nothing; start `kvx doctor --serve` for that")
+        self._on_fetch(ask, lambda fetched: self._side.post(lambda: self._send(sender, fetched)))
 
     def _check_ticket(self, claim: Claim) -> None:
         """TicketRefused: there is a secret, and no ticket of ours for just this hold.

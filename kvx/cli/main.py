@@ -13,7 +13,7 @@ def main() -> None:
     try:
         app = import_module("kvx.cli.app")
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in ("typer", "rich", "psutil", "httpx"):
+        if (error.name or "").split(".")[0] not in ("typer", "rich", "psutil", "httpx", "packaging"):
             raise
         sys.exit(f"kvx: no module {error.name}; {_HINT}")
     app.run()

@@ -33,12 +33,12 @@ class CudaDriver(Driver):
         self._cuda = _load_bindings()
         self.call("cuInit", 0)
         self._device = self.call("cuDeviceGet", index)
-        if not self._has("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
+        if not self.has("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
             found = f"{self.device} has no virtual memory management"
             raise DriverUnavailable("cuDeviceGetAttribute", found, "take a GPU that has it")
         self._context = self.call("cuDevicePrimaryCtxRetain", self._device)
-        self.can_export = self._has("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
-        self.is_rdma_capable = self._has("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
+        self.can_export = self.has("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
+        self.is_rdma_capable = self.has("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
         self._properties = self._allocation_properties(index)
         self._access = self._cuda.CUmemAccessDesc()
         self._access.location = self._properties.location
@@ -112,9 +112,14 @@ class CudaDriver(Driver):
         properties.allocFlags.gpuDirectRDMACapable = int(self.is_rdma_capable)
         return properties
 
-    def _has(self, attribute: str) -> bool:
+    def has(self, attribute: str) -> bool:
+        """One of CU_DEVICE_ATTRIBUTE_*, as yes or no."""
         wanted = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
         return bool(self.call("cuDeviceGetAttribute", wanted, self._device))
+
+    def reaches(self, other: CudaDriver) -> bool:
+        """Whether this GPU can be given access to the other one's memory."""
+        return bool(self.call("cuDeviceCanAccessPeer", self._device, other._device))
 
     @contextlib.contextmanager
     def in_context(self) -> Iterator[None]:

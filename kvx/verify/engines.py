@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kvx.engine_settings import EngineSettings, bridge
 from kvx.errors import EngineError
-from kvx.servers import EngineSettings, Server, Servers, free_ports, require_free_port, share_cores
+from kvx.servers import Server, Servers, free_ports, require_free_port, share_cores
 from kvx.verify.places import DECODE, HOST, PREFILL, Place
 
 SINGLE = "single"
@@ -161,15 +162,14 @@ def _kvx_engine(run: RunSettings, role: str, port: int, side_port: int, *, diges
         extra["inject"] = run.inject
     if run.offload_bytes is not None:
         extra |= {"offload_bytes": run.offload_bytes, "offload_eviction": run.offload_eviction}
-    transfer = _transfer("KvxConnector", role, extra) | {"kv_connector_module_path": "kvx.vllm.bridge"}
     environment = {
         "VLLM_PLUGINS": "kvx",
         "KVX_HOST_ENGINES": os.environ.get("KVX_HOST_ENGINES", "2"),
         **_layout_environment(run),
         **place.environment,
     }
-    engine = _engine(run, role, port)
-    return replace(engine, kv_transfer=transfer, environment=environment, host=place.host, prefix=place.prefix)
+    engine = replace(_engine(run, role, port), host=place.host, prefix=place.prefix, one_host=not run.places)
+    return replace(engine, kv_transfer=bridge(_engine_id(role), extra), environment=environment)
 
 
 def stock_pair(run: RunSettings, *, environment: dict[str, str] | None = None) -> Pair:
@@ -179,7 +179,7 @@ def stock_pair(run: RunSettings, *, environment: dict[str, str] | None = None) -
     for role, port, side_port, cores in zip((PREFILL, DECODE), ports[:2], ports[2:], share_cores(2), strict=True):
         variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
         variables |= {"VLLM_PLUGINS": "kvx", **_gpu_environment(run, role), **(environment or {})}
-        transfer = _transfer("NixlConnector", role, {})
+        transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": _engine_id(role)}
         engine = _engine(run, f"stock-{role}", port)
         engines.append(replace(engine, cores=cores, kv_transfer=transfer, environment=variables))
     return Pair(engines[0], engines[1], ports[2], ports[3])
@@ -226,14 +226,8 @@ def _engine(run: RunSettings, name: str, port: int) -> EngineSettings:
     )
 
 
-def _transfer(connector: str, role: str, extra: dict[str, Any]) -> dict[str, Any]:
-    engine_id = f"{role}-{uuid.uuid4().hex[:8]}"
-    return {
-        "kv_connector": connector,
-        "kv_role": "kv_both",
-        "engine_id": engine_id,
-        "kv_connector_extra_config": extra,
-    }
+def _engine_id(role: str) -> str:
+    return f"{role}-{uuid.uuid4().hex[:8]}"
 
 
 def _layout_environment(run: RunSettings) -> dict[str, str]:

@@ -42,13 +42,18 @@ def require_model_folder(folder: Path) -> Path:
     return folder
 
 
+def default_model_folder() -> Path:
+    """Where the default model's checkpoint folder is, or will be. Trigger of EngineError: the package is missing."""
+    return cache_folder() / "models" / f"{MODEL_NAME}-{_fingerprint(_gguf_path())}"
+
+
 def default_model() -> Path:
     """Return the default model's checkpoint folder, converting it first when it is not there yet.
 
     Trigger of EngineError: the package is missing, or its conversion failed.
     """
     source = _gguf_path()
-    target = cache_folder() / "models" / f"{MODEL_NAME}-{_fingerprint(source)}"
+    target = default_model_folder()
     if (target / "config.json").is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from .. import registry
@@ -12,12 +13,20 @@ from .activation import bridge_configured, settings_of
 
 
 def from_vllm(vllm_config: Any) -> HandoffSettings:
-    """Checked settings.
+    """Checked settings. Errors as in `from_options`."""
+    # Where vLLM's own traces go, kvx's go as well.
+    observed = getattr(vllm_config, "observability_config", None)
+    traces = getattr(observed, "otlp_traces_endpoint", None) or ""
+    return from_options({"otlp_traces_endpoint": traces, **settings_of(vllm_config)})
+
+
+def from_options(options: Mapping[str, Any]) -> HandoffSettings:
+    """Checked settings from what `kv_connector_extra_config` holds.
 
     Raises:
         ConnectorError: an option that kvx does not have, or a value of the wrong kind; the message names it.
     """
-    given = dict(settings_of(vllm_config))
+    given = dict(options)
     secrets = sorted(name for name in given if "secret" in name.lower())
     if secrets:
         raise ConnectorError(
@@ -37,9 +46,6 @@ def from_vllm(vllm_config: Any) -> HandoffSettings:
         given["connectors"] = tuple(names)
     if isinstance(given.get("allowed_hosts"), list):
         given["allowed_hosts"] = tuple(given["allowed_hosts"])
-    # Where vLLM's own traces go, kvx's go as well.
-    observed = getattr(vllm_config, "observability_config", None)
-    given.setdefault("otlp_traces_endpoint", getattr(observed, "otlp_traces_endpoint", None) or "")
     return HandoffSettings(**given)
 
 

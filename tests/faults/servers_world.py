@@ -20,8 +20,9 @@ from typing import Any, Self
 
 from network import LINK, Hosts, until
 
+from kvx.engine_settings import EngineSettings
 from kvx.handshake import request_status
-from kvx.servers import EngineSettings, Server, Servers
+from kvx.servers import Server, Servers
 from kvx.verify import engines
 from kvx.verify.client import ASK_FOR_HOLD, Ask, Client
 from kvx.verify.places import DECODE, PREFILL, Place

@@ -96,6 +96,7 @@ class Run:
         self.most_over = self.slowest_s = 0.0
         self.began = time.monotonic()
         self.corpus = OUT / "corpus" / name
+        self.kept = len(list(self.corpus.iterdir()))
         tracemalloc.start()
 
     def one(self, data: bytes) -> None:
@@ -127,7 +128,7 @@ class Run:
     def _end(self) -> None:
         found = {
             "door": self.name, "messages": self.count, "outcomes": dict(self.outcomes.most_common()),
-            "corpus": len(list((CORPUS / self.name).iterdir())), "found": len(list(self.corpus.iterdir())),
+            "corpus": self.kept, "found": len(list(self.corpus.iterdir())),
             "seconds": round(time.monotonic() - self.began, 1), "slowest_s": round(self.slowest_s, 3),
             "longest_bytes": self.largest, "peak_bytes": self.most_used, "peak_of_allowed": round(self.most_over, 3),
             "resident_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ import zmq
 from engine_process import EngineConfig, Remote, StartEngines
 from test_handoff import hand_off
 
-from kvx.errors import HandshakeError
+from kvx.errors import HandshakeError, PeerDead
 from kvx.handshake import MESSAGE_LIMIT_BYTES, Hello, Status, encode, request_status
 from kvx.sidechannel import HARD_LIMIT_BYTES
 
@@ -103,6 +105,28 @@ def test_valid_but_wrong_requests_are_refused(start_engines: StartEngines, deale
     assert owner.events(5)["released"] == {"r"}
 
 
+def test_an_engine_in_service_fetches_nothing(start_engines: StartEngines, dealer: zmq.Socket[bytes]) -> None:
+    """Only the doctor's other half connects to where somebody tells it to."""
+    owner, reader = start_engines(EngineConfig("prefill"), EngineConfig("decode"))
+    owner.hold("r", [[1, 2]], 20)
+    dealer.connect(f"tcp://127.0.0.1:{reader.port}")
+    fetch = {"kind": "fetch", "engine_id": "prefill", "host": "127.0.0.1", "port": owner.port, "request_id": "r"}
+    reply = ask(dealer, message(**fetch, num_tokens=20))
+    assert (reply["kind"], "in service" in reply["reason"]) == ("refused", True)
+    assert owner.status()["handoff"]["holds"] == 1
+    assert reader.status()["transfer"]["count"] == 0
+
+
+def test_a_question_to_an_engine_that_dies_ends_with_it(start_engines: StartEngines) -> None:
+    (owner,) = start_engines(EngineConfig("prefill"))
+    owner.signal(signal.SIGSTOP)  # it has the question and cannot answer
+    killer = threading.Timer(0.5, owner.signal, [signal.SIGKILL])
+    killer.start()
+    with pytest.raises(PeerDead, match="closed the connection"):
+        request_status("127.0.0.1", owner.port, timeout_s=60)
+    killer.join()
+
+
 def listening_addresses(pid: int) -> set[str]:
     inodes = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
     found = set()
@@ -136,7 +160,7 @@ def test_a_port_in_use_or_a_foreign_host_is_one_clear_sentence(start_engines: St
 
 
 def test_status_of_nobody_is_an_error() -> None:
-    with pytest.raises(HandshakeError, match=r"no status from the side channel of 127\.0\.0\.1:9 within 0\.2 s"):
+    with pytest.raises(HandshakeError, match=r"no answer from the side channel of 127\.0\.0\.1:9 within 0\.2 s"):
         request_status("127.0.0.1", 9, timeout_s=0.2)
 
 

@@ -38,7 +38,7 @@ OK, BAD = CUresult.CUDA_SUCCESS, CUresult.CUDA_ERROR_INVALID_VALUE
 
 
 class FakeCuda:
-    """One device with `total_bytes`. Call number `fail_at` (from 1, counted since `arm`) fails with UNKNOWN."""
+    """`devices` devices, with `total_bytes` in all. Call number `fail_at` (from 1, since `arm`) fails with UNKNOWN."""
 
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED="pinned")
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE="device")
@@ -49,9 +49,14 @@ class FakeCuda:
         CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED="vmm",
         CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED="fd",
         CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED="rdma",
+        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED="fabric",
+        CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED="dma-buf",
     )
 
-    def __init__(self, total_bytes: int = 256 * GRANULE, features: tuple[str, ...] = ("vmm", "fd", "rdma")) -> None:
+    def __init__(
+        self, total_bytes: int = 256 * GRANULE, features: tuple[str, ...] = ("vmm", "fd", "rdma"), devices: int = 1
+    ) -> None:
+        self.devices = devices
         self.total_bytes = total_bytes
         self.features = features
         self.calls: list[str] = []
@@ -98,10 +103,13 @@ class FakeCuda:
         return (OK if flags == 0 else BAD,)
 
     def cuDeviceGet(self, index):
-        return (OK, 70 + index) if index == 0 else (CUresult.CUDA_ERROR_INVALID_DEVICE, None)
+        return (OK, 70 + index) if 0 <= index < self.devices else (CUresult.CUDA_ERROR_INVALID_DEVICE, None)
 
     def cuDeviceGetAttribute(self, attribute, device):
-        return (OK, int(attribute in self.features)) if device == 70 else (BAD, None)
+        return (OK, int(attribute in self.features)) if 70 <= device < 70 + self.devices else (BAD, None)
+
+    def cuDeviceCanAccessPeer(self, device, other):
+        return OK, int("peers" in self.features)
 
     def cuDevicePrimaryCtxRetain(self, device):
         return OK, "primary"
@@ -172,7 +180,11 @@ class FakeCuda:
 
     def cuMemSetAccess(self, address, nbytes, descriptions, count):
         good = count == len(descriptions) == 1 and descriptions[0].flags == "read-write"
-        if not good or descriptions[0].location.id != 0 or self.mapped.get(address, (0,))[0] != nbytes:
+        if (
+            not good
+            or not 0 <= descriptions[0].location.id < self.devices
+            or self.mapped.get(address, (0,))[0] != nbytes
+        ):
             return (BAD,)
         assert _libc.mprotect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE) == 0
         self.mapped[address] = (*self.mapped[address][:2], True)

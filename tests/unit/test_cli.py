@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shlex
 import socket
 import sys
 
@@ -250,3 +251,75 @@ def test_missing_extra_says_what_to_install(kvx, monkeypatch):
     code, said = kvx("verify")
     assert "pip install 'kvx[cli]'" in code
     assert said == ""
+
+
+# kvx serve: nothing is started by these either
+
+
+@pytest.fixture
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_serve_prints_what_kvx_toml_says_and_the_command_line_wins(kvx, in_a_folder, model):
+    (in_a_folder / "kvx.toml").write_text(
+        f"model = '{model}'\ndevice = 'cpu'\nserved-model-name = 'from-file'\nvllm_args = ['--seed', '7']\n"
+    )
+    code, said = kvx("serve", "--dry-run")
+    assert code == 0
+    assert said.count("--seed 7") == 2
+    assert "--served-model-name from-file" in said.replace("\\ ", "")
+    code, said = kvx("serve", "--dry-run", "--served-model-name", "mine", "--decode", 2, "--", "--seed", "8")
+    assert code == 0
+    assert said.count("--seed 8") == 3
+    assert "from-file" not in said
+
+
+def test_the_example_of_serve_works(kvx, in_a_folder, model):
+    code, said = kvx("serve", "--help")
+    assert code == 0
+    example = re.search(r"Example: kvx (serve .*?)\. ", said)
+    assert example is not None
+    words = shlex.split(example[1])
+    code, said = kvx(*words[:1], "--dry-run", "--model", model, "--device", "cpu", *words[1:])
+    assert code == 0
+    assert said.count("--max-num-seqs 8") == 2
+
+
+def test_serve_prints_manifests(kvx, in_a_folder):
+    code, said = kvx("serve", "--k8s", "--model", "some-org/some-model", "--handoff", "verify=all")
+    assert code == 0
+    assert "kind: StatefulSet" in said
+    assert '\\"verify\\": \\"all\\"' in said
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--handoff", "verfy=all"], "did you mean verify?"),
+        (["--config", "nowhere.toml"], "nowhere.toml cannot be read"),
+        (["--prefill", "0"], "prefill is 0"),
+        (["--prefill-hosts", "a", "--decode-hosts", "b"], "add --dry-run"),
+        (["--k8s"], "--k8s needs --model"),
+    ],
+)
+def test_serve_says_what_is_wrong_in_one_sentence(kvx, in_a_folder, model, words, part):
+    given = [] if "--k8s" in words else ["--model", model, "--device", "cpu"]
+    require_sentence(kvx("serve", *given, *words), part)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["stray"], "'stray' is no option"),
+        (["--handoff", "verify"], "NAME=VALUE"),
+        (["--gpus", "a,b"], "for example 0,1"),
+        (["--router-args", "'"], "No closing quotation"),
+        (["--prefil", "1"], "No such option"),
+    ],
+)
+def test_serve_names_the_option_that_is_wrong(kvx, in_a_folder, words, part):
+    code, said = kvx("serve", *words)
+    assert code == 2
+    assert part in said

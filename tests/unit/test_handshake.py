@@ -15,6 +15,8 @@ from kvx.geometry import GroupGeometry, HeadRange
 from kvx.handshake import (
     MOST_BLOCKS,
     Claim,
+    Fetch,
+    Fetched,
     Hello,
     RefusedMessage,
     Release,
@@ -55,10 +57,16 @@ def changed(**fields: object) -> PeerDescriptor:
         Claim(sequence=2, request_id="r", reader="x", wait_s=1.5),
         Release(sequence=3, request_id="r", reader="x"),
         Status(sequence=4),
+        Fetch(sequence=5, engine_id="e", host="h", port=5600, request_id="r", num_tokens=16, ticket="t"),
     ],
 )
-def test_requests_come_back_as_they_were(request_: Hello | Claim | Release | Status) -> None:
+def test_requests_come_back_as_they_were(request_: Hello | Claim | Release | Status | Fetch) -> None:
     assert decode_request(encode(request_)) == request_
+
+
+def test_what_was_fetched_comes_back_as_it_was() -> None:
+    fetched = Fetched(sequence=5, request_id="r", failure="because", host="h", port=5600, ticket="t")
+    assert decode_reply(encode(fetched)) == fetched
 
 
 def test_a_descriptor_comes_back_as_it_was() -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvx.engine_log import meaningful_lines
+from kvx.engine_settings import EngineSettings
 from kvx.errors import EngineError
 from kvx.servers import (
-    EngineSettings,
     Servers,
     free_ports,
-    meaningful_lines,
     require_free_port,
     require_known_vllm,
     share_cores,

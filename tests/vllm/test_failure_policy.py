@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from kvx.engine_settings import EngineSettings
 from kvx.handshake import request_status
-from kvx.servers import EngineSettings, Servers
+from kvx.servers import Servers
 from kvx.verify import engines
 from kvx.verify.client import Ask, Client
 

@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from kvx import processes
-from kvx.servers import EngineSettings, Server, Servers
+from kvx.engine_settings import EngineSettings
+from kvx.servers import Server, Servers
 from kvx.verify import engines
 from kvx.verify.client import Client
 

@@ -1,0 +1,1 @@
+"""`kvx doctor`: what breaks prefill/decode deployments, found before the first request."""
