@@ -131,6 +131,8 @@ def verify_command(
     """Prove that engines with kvx answer byte for byte as one stock server does.
 
     A prefill/decode pair; or, where the connectors only offload, one engine that is asked everything twice.
+
+    Example: kvx verify --limit 8 --report r.json
     """
     problems = load_problems(dataset, limit) if dataset is not None else own_problems()[:limit]
     examples = load_problems(few_shot, shots) if few_shot is not None and shots else own_shots()[:shots]
@@ -206,7 +208,10 @@ def bench_pd_command(
     first_port: FirstPort = 0,
     logs: Logs = None,
 ) -> None:
-    """Time to first token, between tokens and of the hand-off: a kvx pair beside a stock NixlConnector pair."""
+    """Time to first token, between tokens and of the hand-off: a kvx pair beside a stock NixlConnector pair.
+
+    Example: kvx bench pd --pairs 3 --requests 4
+    """
     if prompt_tokens + new_tokens > max_model_len:
         raise typer.BadParameter("prompt and answer do not fit into --max-model-len", param_hint="--prompt-tokens")
     require_writable(json_file)

@@ -27,7 +27,10 @@ def extend_command(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one that does not.")] = 7,
     json_file: JsonFile = None,
 ) -> None:
-    """How long a cache takes to grow from its first blocks to all of them, to sleep and to wake."""
+    """How long a cache takes to grow from its first blocks to all of them, to sleep and to wake.
+
+    Example: kvx bench extend --device cpu --gib 0.25 --segments 8 --rounds 3
+    """
     from kvx import bench  # with torch, which takes seconds to import
 
     require_writable(json_file)
@@ -56,7 +59,10 @@ def bandwidth_command(
     pairs: Annotated[int, typer.Option(min=1, help="Alternations that count.")] = 7,
     json_file: JsonFile = None,
 ) -> None:
-    """Copy, elementwise kernel and gather on kvx memory, beside the same on torch memory."""
+    """Copy, elementwise kernel and gather on kvx memory, beside the same on torch memory.
+
+    Example: kvx bench bandwidth --device cpu --mib 64 --pairs 3
+    """
     from kvx import bench  # with torch, which takes seconds to import
 
     require_writable(json_file)
@@ -83,7 +89,10 @@ def transfer_command(
     pairs: Annotated[int, typer.Option(min=1, help="Alternations that count.")] = 7,
     json_file: JsonFile = None,
 ) -> None:
-    """A connector between two processes, beside its library driven by a bare loop, and beside memcpy."""
+    """A connector between two processes, beside its library driven by a bare loop, and beside memcpy.
+
+    Example: kvx bench transfer --connector ipc --mib 16 --block 64 --pairs 3
+    """
     from kvx import bench_transfer as bench  # with torch, which takes seconds to import
 
     require_writable(json_file)
@@ -114,7 +123,10 @@ def offload_command(
     pairs: Annotated[int, typer.Option(min=1, help="Alternations that count.")] = 7,
     json_file: JsonFile = None,
 ) -> None:
-    """Shuffled blocks to host memory and back, beside memcpy on a CPU, and vLLM's swap_blocks_batch on a GPU."""
+    """Shuffled blocks to host memory and back, beside memcpy on a CPU, and vLLM's swap_blocks_batch on a GPU.
+
+    Example: kvx bench offload --device cpu --mib 16 --block 64 --pairs 3
+    """
     from kvx import bench_offload as bench  # with torch, which takes seconds to import
 
     require_writable(json_file)
@@ -148,7 +160,10 @@ def verify_command(
     pairs: Annotated[int, typer.Option(min=1, help="Alternations that count.")] = 7,
     json_file: JsonFile = None,
 ) -> None:
-    """Hand-offs between two processes with digests of everything, beside the same without any."""
+    """Hand-offs between two processes with digests of everything, beside the same without any.
+
+    Example: kvx bench verify --device cpu --mib 16 --pairs 3
+    """
     from kvx import bench_verify as bench  # with torch, which takes seconds to import
 
     require_writable(json_file)

@@ -29,7 +29,10 @@ def new_connector_command(
     name: Annotated[str, typer.Argument(help="The connector's name: small letters, digits, single underscores.")],
     to: Annotated[Path, typer.Option(help="Folder in which the new one is made.")] = Path(),
 ) -> None:
-    """Write a connector of your own: a distribution that installs and passes the conformance kit as it is."""
+    """Write a connector of your own: a distribution that installs and passes the conformance kit as it is.
+
+    Example: kvx new-connector relay
+    """
     made = write_connector(name, to)
     typer.echo(f"{made}: fill the hooks of kvx_{name}.py, and keep its tests green")
 
