@@ -46,7 +46,7 @@ class FakeRouter(RouterSettings):
 @pytest.fixture(autouse=True)
 def short_stop(monkeypatch):
     monkeypatch.setattr("kvx.servers.STOP_DEADLINE_S", 0.2)
-    monkeypatch.setattr("kvx.servers.CHILDREN_DEADLINE_S", 0.1)
+    monkeypatch.setattr("kvx.processes.CHILDREN_DEADLINE_S", 0.1)
 
 
 def deployment(prefill="good", decode="good", router="good"):
@@ -209,9 +209,9 @@ def test_a_second_interrupt_kills_at_once(tmp_path):
     program = f"""
         import sys; sys.path.insert(0, {str(FAKE.parent)!r})
         import signal, test_serve_run as t
-        from kvx import servers
+        from kvx import processes, servers
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        servers.STOP_DEADLINE_S = servers.CHILDREN_DEADLINE_S = 100
+        servers.STOP_DEADLINE_S = processes.CHILDREN_DEADLINE_S = 100
         class View(t.Recorder):
             def say(self, text, *, alarm=False):
                 print(text.split(":")[0], flush=True)
