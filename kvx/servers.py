@@ -83,11 +83,6 @@ class Server:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    @property
-    def exit_code(self) -> int | None:
-        """The process's exit status, negative for a signal; None while it runs."""
-        return self._process.poll()
-
     def last_lines(self) -> list[str]:
         """The lines of its log that say most about its end."""
         return meaningful_lines(self.log.read_text(errors="replace"))
