@@ -22,7 +22,7 @@ class Terminal:
     def __init__(self, command: list[str], **environment: str) -> None:
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            ["setsid", "--ctty", *command],
+            ["env", "--default-signal=INT", "setsid", "--ctty", *command],  # a shell ignores it for background jobs
             stdin=slave,
             stdout=slave,
             stderr=slave,
