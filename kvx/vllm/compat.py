@@ -97,12 +97,23 @@ TOUCHED = (
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.has_pending_push_work",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.reset_cache",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.build_connector_worker_meta",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_kv_connector_stats",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.build_kv_connector_stats",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.build_prom_metrics",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorStats.to_dict",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorStats.reset",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorStats.aggregate",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorStats.reduce",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorStats.is_empty",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics.__init__",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics.observe",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata.aggregate",
     "vllm.v1.core.block_pool:BlockPool.touch",
     "vllm.v1.core.block_pool:BlockPool.free_blocks",
     "vllm.v1.core.sched.output:KVConnectorBlockState.get_block_ids",
     "vllm.v1.core.sched.scheduler:Scheduler._handle_failed_recving",
     "vllm.config.kv_transfer:KVTransferConfig.kv_load_failure_policy",
+    "vllm.config.observability:ObservabilityConfig.otlp_traces_endpoint",
 )
 #: What is recorded of a field of one of vLLM's configurations.
 FIELD = "field"
