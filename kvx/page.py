@@ -141,9 +141,11 @@ def _questions(questions: Sequence[Comparison]) -> Iterator[str]:
     yield "that differs</th></tr>"
     for one in questions:
         if one.is_identical:
+            word = "identical, after it was computed again" if one.blame else "identical"
+            blame = f"<p>{escape(one.blame)}</p>" if one.blame else ""
             yield (
-                f'<tr><td>{one.index}</td><td class="good">identical</td>'
-                f'<td class="quiet">{escape(_short(one.question))}</td></tr>'
+                f'<tr><td>{one.index}</td><td class="good">{word}</td>'
+                f'<td class="quiet">{escape(_short(one.question))}{blame}</td></tr>'
             )
             continue
         where = one.error or f"differs at token {one.differs_at}"

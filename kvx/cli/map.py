@@ -99,6 +99,9 @@ def _tell(questions: tuple[Comparison, ...]) -> None:
         return
     differing = [one for one in questions if not one.is_identical]
     _out.print(f"{len(questions) - len(differing)} of {len(questions)} answers identical")
+    for one in questions:
+        if one.is_identical and one.blame:
+            _out.print(f"[yellow]question {one.index}: computed again[/] {escape(one.blame)}")
     for one in differing[:10]:
         where = one.error or f"differs at token {one.differs_at}"
         _out.print(f"[red]question {one.index}: {escape(where)}[/] {escape(one.blame)}")

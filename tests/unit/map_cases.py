@@ -54,10 +54,13 @@ def report() -> dict[str, Any]:
         }
         for n, (a, b) in enumerate(sides)
     ]
-    mismatch = {"request": "cmpl-question-1-0-ab12", "layer_group": "group0", "position": 131}
+    mismatches = [
+        {"request": f"cmpl-question-{index}-0-ab12", "layer_group": "group0", "position": position}
+        for index, position in ((1, 131), (11, 5))
+    ]
     return {
         "settings": {"block_size_tokens": 16},
         "engines": {"prefill": status(), "decode": status()},
-        "digests": {"mismatches": [mismatch]},
+        "digests": {"mismatches": mismatches},
         "answers": answers,
     }
