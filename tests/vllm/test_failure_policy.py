@@ -77,7 +77,10 @@ def while_others_go_on(pair: RunningPair, url: str, wanted: Ask, port: int) -> h
 
 
 def nothing_is_left(pair: RunningPair, url: str, side_port: int) -> None:
-    assert pair.client.counters(url)["vllm:kv_cache_usage_perc"] == 0.0
+    counters = pair.client.counters(url)
+    assert counters["vllm:kv_cache_usage_perc"] == 0.0
+    assert counters["kvx_handoffs_failed_total{cause=timeout}"] == 1
+    assert counters["kvx_internal_errors_total"] == 0
     status = request_status(engines.HOST, side_port)
     assert status["transfer"]["failures"] == {"timeout": 1}
     assert status["side_channel"]["internal_errors"] == 0

@@ -99,6 +99,24 @@ def test_blocks_leave_come_back_and_are_evicted(engine: Engine) -> None:
     assert counts["loaded_tokens"] == counts["external_tokens"] == counts["reloads"] * BLOCK_TOKENS
     after = engine.client.counters(engine.server.url)[EXTERNAL_HITS]
     assert after - before == counts["external_tokens"]
+    metrics_are_the_status(engine)
+
+
+def metrics_are_the_status(engine: Engine) -> None:
+    """vLLM's own /metrics tells what the side channel tells."""
+    status, until = engine.offload(), time.monotonic() + 30
+    wanted = {
+        f"kvx_offload_{name}_total": status[name] for name in ("stores", "hits", "reloads", "evictions", "refused")
+    }
+    wanted |= {"kvx_offload_failed_total": 0, "kvx_digests_checked_total": status["digests"]["checked"]}
+    while True:
+        counters = engine.client.counters(engine.server.url)
+        found = {name: counters[name] for name in wanted}
+        if found == wanted or time.monotonic() > until:
+            break
+        time.sleep(0.2)
+    assert found == wanted
+    assert wanted["kvx_offload_reloads_total"] > 0
 
 
 def test_requests_that_preempt_each_other_answer_as_one_alone(engine: Engine) -> None:
