@@ -105,7 +105,10 @@ def require_gone(log):
 
 
 def is_alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +136,7 @@ def test_sigterm_is_a_good_end_too(tmp_path):
 
 def test_servers_end_in_order_router_decode_prefill(tmp_path):
     """Each of them is asked to end only when the one before is gone."""
-    ended = {}
+    ended, watchers = {}, []
 
     def watch(one_view):
         processes = {one.name: psutil.Process(one.server.pid) for one in one_view.instances}
@@ -145,12 +148,14 @@ def test_servers_end_in_order_router_decode_prefill(tmp_path):
                     del processes[name]
                 time.sleep(0.01)
 
-        threading.Thread(target=look, daemon=True).start()
+        watchers.append(threading.Thread(target=look, daemon=True))
+        watchers[0].start()
         interrupt(None)
 
     view = Recorder()
     view._at["ready"] = lambda _: watch(view)
     assert run(tmp_path, deployment(), view) == 0
+    watchers[0].join(10)
     assert ended == {"router": {"prefill-0", "decode-0"}, "decode-0": {"prefill-0"}, "prefill-0": set()}
 
 

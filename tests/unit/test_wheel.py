@@ -18,7 +18,8 @@ pytestmark = pytest.mark.slow
 CORE = """
 import importlib, pkgutil, sys
 import kvx
-left_out = ("cli", "testing", "verify", "vllm", "bench", "servers", "page", "doctor", "serve")
+left_out = ("cli", "testing", "verify", "vllm", "bench", "servers", "page", "doctor", "serve",
+    "processes", "guard")  # of the command line's extra
 names = [m.name for m in pkgutil.walk_packages(kvx.__path__, "kvx.") if not m.name.startswith(
     tuple(f"kvx.{name}" for name in left_out))]
 for name in names:
