@@ -74,7 +74,8 @@ def test_a_stopped_owner_is_a_timeout_and_only_for_its_request(start_engines: St
     assert "no answer to claim" in failure(reader)
     assert 1.0 <= time.monotonic() - began < 3.0
     owner.signal(signal.SIGCONT)
-    assert owner.events(5)["released"] == {"r"}, "the reader's release, sent when it gave up, frees the blocks"
+    # Well before the lease would have ended it.
+    assert owner.events(15)["released"] == {"r"}, "the reader's release, sent when it gave up, frees the blocks"
     hand_off(owner, reader, 40, 2)
     assert reader.status()["side_channel"]["internal_errors"] == 0
 

@@ -33,7 +33,6 @@ ROLES = {"api": "api_server", "core": "EngineCore", "worker": "Worker"}
 SIDES = (engines.PREFILL, engines.DECODE)
 SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 ROWS = list(itertools.product(SIDES, ROLES, SIGNALS))
-QUICK = (engines.PREFILL, "core", signal.SIGKILL)
 ENDS_WITH_IT_S = 60.0
 """The rest of an engine, by itself."""
 SLACK = {"file descriptors": 12, "shared memory": 0}
@@ -116,7 +115,7 @@ def unmapped_files(known: set[str]) -> set[str]:
 
 def _row(row: tuple[str, str, signal.Signals]) -> Any:
     side, role, number = row
-    return pytest.param(*row, id=f"{side}-{role}-{number.name}", marks=[pytest.mark.quick] * (row == QUICK))
+    return pytest.param(*row, id=f"{side}-{role}-{number.name}")
 
 
 @pytest.mark.parametrize(("side", "role", "number"), [_row(row) for row in ROWS])
@@ -127,7 +126,7 @@ def test_nothing_is_left_of_an_engine(pair: Pair, side: str, role: str, number: 
     victim = pair.running[side]
     victims = victim.processes()
     files = set[str]().union(*map(processes.shared_memory_of, victims))
-    assert files, "vLLM's processes share memory"
+    assert files, f"vLLM's processes share memory: {[(one.name(), one.pid) for one in victims]}, {sorted(known)}"
     folder = victims[0].cwd()
     assert any(path.is_socket() for path in Path(folder).iterdir()), "and sockets"
 
