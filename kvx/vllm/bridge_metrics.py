@@ -50,17 +50,26 @@ class StatsTaker:
         self._num_observed = 0
 
     def take(
-        self, metrics: HandoffMetrics, holds: int, held_blocks: int, generation: int, offload: Mapping[str, int]
+        self,
+        metrics: HandoffMetrics,
+        holds: int,
+        held_blocks: Callable[[], int],
+        generation: int,
+        offload: Mapping[str, int],
     ) -> KvxStats | None:
-        """The changes since the last call; None when there are none."""
+        """The changes since the last call; None when there are none.
+
+        `held_blocks` is called only when something has changed: no block comes to be held, or free, without a hold that
+        begins or is counted as ended.
+        """
         counters = _counters(metrics, offload)
-        seen = (counters, holds, held_blocks, generation)
+        seen = (counters, holds, generation)
         if seen == self._seen:
             return None
         self._seen = seen
         gauges = {
             "kvx_holds": {"": float(holds)},
-            "kvx_held_blocks": {"": float(held_blocks)},
+            "kvx_held_blocks": {"": float(held_blocks())},
             "kvx_generation": {"": float(generation)},
             **{name: dict(values) for name, values in self._cache().items()},
         }

@@ -188,13 +188,14 @@ class BridgeWorker:
 
     def take_stats(self) -> KvxStats | None:
         """What vLLM's `/metrics` must be told of since the last call; None when nothing has changed."""
-        if self._handoff is None:
+        handoff = self._handoff
+        if handoff is None:
             return None
         offload = {} if self._offload is None else {**self._offload_counters, **self._offload.metrics.as_counters()}
         return self._stats.take(
-            self._handoff.metrics,
-            self._handoff.num_held,
-            self._handoff.num_blocks_held,
+            handoff.metrics,
+            handoff.num_held,
+            lambda: handoff.num_blocks_held,
             self._seam.require_cache().generation,
             offload,
         )

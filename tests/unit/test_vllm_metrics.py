@@ -55,15 +55,15 @@ def test_metrics_are_there_at_zero_before_anything_happens(prom: Any) -> None:
 
 def test_a_hand_off_moves_each_metric_by_the_right_amount(prom: Any) -> None:
     metrics, stats = HandoffMetrics(), taker()
-    first = stats.take(metrics, 0, 0, 1, {})
+    first = stats.take(metrics, 0, lambda: 0, 1, {})
     assert first is not None
     prom.observe(first.to_dict(), 1)
-    assert stats.take(metrics, 0, 0, 1, {}) is None, "nothing has changed"
+    assert stats.take(metrics, 0, lambda: 0, 1, {}) is None, "nothing has changed"
     received(metrics, 0.02)
     received(metrics, 0.04)
     metrics.failure("timeout")
     metrics.refuse("forged")
-    second = stats.take(metrics, 1, 3, 1, {"stores": 7, "failed": 1, "digests_checked": 5})
+    second = stats.take(metrics, 1, lambda: 3, 1, {"stores": 7, "failed": 1, "digests_checked": 5})
     assert second is not None
     prom.observe(second.to_dict(), 1)
     assert value("kvx_transfer_bytes_total", 1) == 2000
@@ -84,7 +84,7 @@ def test_a_log_line_names_only_what_happened() -> None:
     metrics, stats = HandoffMetrics(), taker()
     received(metrics, 0.02)
     metrics.bytes = 3 << 20
-    found = stats.take(metrics, 0, 0, 1, {})
+    found = stats.take(metrics, 0, lambda: 0, 1, {})
     assert found is not None
     assert found.reduce() == {"hand-offs": 1, "MiB": 3.0}
     assert not found.is_empty()
