@@ -7,8 +7,8 @@ from html import escape
 from string import Template
 
 from kvx.picture import Comparison, EngineMap, SegmentBand, Step, Tokens
+from kvx.sizing import GIB, MIB
 
-GIB, MIB = 1 << 30, 1 << 20
 _WIDTH = 860
 _ROW = 26
 _PALETTE = (
@@ -70,8 +70,8 @@ def page(title: str, engines: Sequence[EngineMap], questions: Sequence[Compariso
 def _engine(engine: EngineMap) -> str:
     return f"""<section class="engine"><h2>{escape(engine.name)}</h2>
 <p><b>{engine.blocks_final:,}</b> blocks, of which <b>{engine.blocks_at_warmup:,}</b> at warm-up; addresses for
-{engine.capacity_blocks:,}. Reserved {_size(engine.reserved_bytes)}, committed {_size(engine.committed_bytes)},
-registered with transfer libraries {_size(engine.registered_bytes)};
+{engine.capacity_blocks:,}. Reserved {size_text(engine.reserved_bytes)}, committed {size_text(engine.committed_bytes)},
+registered with transfer libraries {size_text(engine.registered_bytes)};
 held for hand-offs {engine.held_blocks:,} blocks.</p>
 <h3>Address range</h3>{_segments(engine.segments)}
 <h3>Start-up</h3>{_timeline(engine.timeline)}
@@ -86,11 +86,10 @@ def _segments(bands: Sequence[SegmentBand]) -> str:
     rows = []
     for index, band in enumerate(bands):
         y = index * _ROW * 2
-        words = (
-            f"{band.count} segment{'s' * (band.count > 1)} of {_size(band.capacity_bytes)} from {band.offset_bytes:#x}"
-        )
+        segments = f"{band.count} segment{'s' * (band.count > 1)}"
+        words = f"{segments} of {size_text(band.capacity_bytes)} from {band.offset_bytes:#x}"
         rows.append(f'<text x="0" y="{y + 13}">{words}</text>')
-        rows.append(_bar(0, y + 20, _WIDTH, "var(--free)", f"reserved: {_size(band.capacity_bytes)}"))
+        rows.append(_bar(0, y + 20, _WIDTH, "var(--free)", f"reserved: {size_text(band.capacity_bytes)}"))
         for name, nbytes, colour in (
             ("committed", band.committed_bytes, _PALETTE[1]),
             ("registered", band.registered_bytes, _PALETTE[0]),
@@ -98,7 +97,7 @@ def _segments(bands: Sequence[SegmentBand]) -> str:
         ):
             if nbytes:
                 width = max(1.0, _WIDTH * nbytes / band.capacity_bytes)
-                rows.append(_bar(0, y + 20, width, colour, f"{name}: {_size(nbytes)}"))
+                rows.append(_bar(0, y + 20, width, colour, f"{name}: {size_text(nbytes)}"))
     return f'<p class="quiet">{legend}the rest: addresses without memory</p>' + _svg(len(bands) * _ROW * 2, rows)
 
 
@@ -126,7 +125,7 @@ def _ledger(engine: EngineMap) -> str:
     bars, rows, x = [], [], 0.0
     for index, row in enumerate(engine.ledger):
         colour, width = _PALETTE[index % len(_PALETTE)], _WIDTH * max(0, row.nbytes) / total
-        bars.append(_bar(x, 0, width, colour, f"{row.consumer}: {_size(row.nbytes)}"))
+        bars.append(_bar(x, 0, width, colour, f"{row.consumer}: {size_text(row.nbytes)}"))
         x += width
         rows.append(
             f'<tr><td><span class="swatch" style="background:{colour}"></span>{escape(row.consumer)}</td>'
@@ -179,7 +178,8 @@ def _bar(x: float, y: float, width: float, colour: str, title: str, height: int 
     )
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
+    """In GiB, or where that is less than one, in MiB."""
     return f"{nbytes / GIB:,.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:,.1f} MiB"
 
 

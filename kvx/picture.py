@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvx.errors import DatasetError
+from kvx.sizing import Row
 from kvx.spec import round_up
 
 Json = Mapping[str, Any]
@@ -41,12 +42,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class LedgerRow:
-    consumer: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class EngineMap:
     """One engine's cache: blocks at warm-up, final and capacity; bytes reserved, committed, registered and held."""
 
@@ -59,7 +54,7 @@ class EngineMap:
     registered_bytes: int
     held_blocks: int
     segments: tuple[SegmentBand, ...]
-    ledger: tuple[LedgerRow, ...]
+    ledger: tuple[Row, ...]
     timeline: tuple[Step, ...]
 
 
@@ -111,7 +106,7 @@ def engine_map(name: str, status: Json) -> EngineMap:
         registered_bytes=cache["registered_bytes"],
         held_blocks=status.get("held", {}).get("blocks", 0),
         segments=tuple(_bands(cache, status.get("held", {}).get("blocks", 0))),
-        ledger=tuple(LedgerRow(row["consumer"], row["bytes"]) for row in cache.get("ledger", ())),
+        ledger=tuple(Row(row["consumer"], row["bytes"]) for row in cache.get("ledger", ())),
         timeline=_timeline(cache.get("timeline", ())),
     )
 

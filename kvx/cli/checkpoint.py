@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from kvx.cli.files import read_object
 from kvx.errors import ModelError
 
 _HEADER_LIMIT_BYTES = 100 << 20
@@ -21,17 +22,12 @@ def read_config(model: Path) -> dict[str, Any]:
         ModelError: no such file, or no JSON object in it.
     """
     path = model / "config.json" if model.is_dir() else model
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(
-            f"{path}: {error.strerror}; give a checkpoint folder, or a model's config.json by itself"
-        ) from None
-    except ValueError as error:
-        raise ModelError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds a {type(found).__name__}; a config.json holds an object")
-    return found
+    return read_object(
+        path,
+        ModelError,
+        wanted="a checkpoint folder, or a model's config.json by itself",
+        holds="a config.json holds an object",
+    )
 
 
 def weights_bytes(model: Path, bytes_an_element: int) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,10 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvx.cli.files import require_writable
+from kvx.cli.files import read_object, require_writable
 from kvx.errors import DatasetError, EngineError
-from kvx.page import GIB, MIB, page
+from kvx.page import page, size_text
 from kvx.picture import Comparison, EngineMap, comparisons, engine_map, engines_of
+from kvx.sizing import MIB
 
 _out = Console()
 _CELLS = 60
@@ -36,7 +36,12 @@ def map_command(
     require_writable(html)
     questions: tuple[Comparison, ...] = ()
     if report is not None:
-        found = _read(report)
+        found = read_object(
+            report,
+            DatasetError,
+            wanted="a file that kvx verify --report has written",
+            holds="a report of kvx verify is an object",
+        )
         engines, questions = engines_of(found), comparisons(found)
     else:
         engines = tuple(engine_map(one, _status(one)) for one in server or ())
@@ -47,19 +52,6 @@ def map_command(
         title = report.name if report is not None else ", ".join(engine.name for engine in engines)
         html.write_text(page(title, engines, questions), encoding="utf-8")
         _out.print(f"written to {escape(str(html))}")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """DatasetError: no such file, or not a report."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DatasetError(f"{path}: {error.strerror}; give a file that kvx verify --report has written") from None
-    except ValueError as error:
-        raise DatasetError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise DatasetError(f"{path} holds a {type(found).__name__}; a report of kvx verify is an object")
-    return found
 
 
 def _status(server: str) -> dict[str, Any]:
@@ -77,7 +69,7 @@ def _draw(engine: EngineMap) -> None:
         f"addresses for {engine.capacity_blocks:,}; {engine.held_blocks:,} held for hand-offs"
     )
     for band in engine.segments:
-        _out.print(f"  {band.count} x {_size(band.capacity_bytes)} from {band.offset_bytes:#x}", highlight=False)
+        _out.print(f"  {band.count} x {size_text(band.capacity_bytes)} from {band.offset_bytes:#x}", highlight=False)
         parts = (band.held_bytes, band.registered_bytes, band.committed_bytes, band.capacity_bytes)
         held, registered, committed, _ = (round(_CELLS * nbytes / band.capacity_bytes) for nbytes in parts)
         cells = "█" * held + "▓" * (registered - held) + "▒" * (committed - max(registered, held))
@@ -107,7 +99,3 @@ def _tell(questions: tuple[Comparison, ...]) -> None:
         _out.print(f"[red]question {one.index}: {escape(where)}[/] {escape(one.blame)}")
     if len(differing) > 10:
         _out.print(f"{len(differing) - 10} more")
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:,.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:,.1f} MiB"

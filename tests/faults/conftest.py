@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "transfer"))
 
 from engine_process import running_fork_server
-from network import Network
+from network import Hosts, Network
 from offloading_server import OffloadingServer
 from servers_world import SECRET, Answers, ServersWorld
 from table import ALL, Cell
@@ -55,6 +55,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             for cell in ALL
         ]  # fmt: skip
         Path(path).write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Two hosts with a link between them."""
+    made = Hosts()
+    try:
+        made.open()
+        yield made
+    finally:
+        made.close()
 
 
 @pytest.fixture

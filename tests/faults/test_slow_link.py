@@ -23,16 +23,6 @@ LEASE_S, GRACE_S, DEADLINE_S = 3.0, 1.0, 5.0
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    made = Hosts()
-    try:
-        made.open()
-        yield made
-    finally:
-        made.close()
-
-
-@pytest.fixture
 def engines(hosts: Hosts, tmp_path: Path) -> Iterator[list[Remote]]:
     """An owner and a reader with a real model's geometry: a request is 30 descriptors of 1.5 MB."""
     with running_fork_server(), ExitStack() as undo:

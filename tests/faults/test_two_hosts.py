@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.vllm, pytest.mark.slow, pytest.mar
 
 QUESTIONS = 8
 DEADLINE_S = 900
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    made = Hosts()
-    try:
-        made.open()
-        yield made
-    finally:
-        made.close()
 
 
 def write_places(path: Path, hosts: Hosts) -> Path:
