@@ -42,10 +42,11 @@ class KvxMetadata(KVConnectorMetadata):
 class KvxReport(KVConnectorWorkerMetadata):
     """What a worker's half tells the scheduler's half after a step; vLLM joins those of all ranks.
 
-    `report` is None where nothing is offloaded. `failures`: why hand-offs failed, by request.
+    `step`: its number. `report` is None where nothing is offloaded. `failures`: why hand-offs failed, by request.
     """
 
-    def __init__(self, report: RankReport | None, failures: Mapping[str, Failure]) -> None:
+    def __init__(self, step: int, report: RankReport | None, failures: Mapping[str, Failure]) -> None:
+        self.step = step
         self.report = report
         self.failures = failures
 
@@ -53,7 +54,7 @@ class KvxReport(KVConnectorWorkerMetadata):
         assert isinstance(other, KvxReport)
         reports = [report for report in (self.report, other.report) if report is not None]
         joined = reduce(RankReport.merged, reports) if reports else None
-        return KvxReport(joined, {**other.failures, **self.failures})
+        return KvxReport(min(self.step, other.step), joined, {**other.failures, **self.failures})
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KvxReport):
+            self.scheduler.steps.was_read(told.step)
             self.scheduler.failed(told.failures)
         self.scheduler.arrived(
             connector_output.finished_recving or (),
@@ -161,8 +163,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         # Everything has been started already; a step that computes nothing may wait here for what is on its way.
-        if _work_of(self._get_connector_metadata()).idle:
-            self.worker.wait()
+        self.worker.wait()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -175,8 +176,8 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.store(_work_of(self._get_connector_metadata()))
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report, failures = self.worker.take_report(), self.worker.take_failures()
-        return None if report is None and not failures else KvxReport(report, failures)
+        report, failures, steps = self.worker.take_report(), self.worker.take_failures(), self.worker.steps
+        return KvxReport(steps.step, report, failures) if steps.tells or report is not None else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return None if self._worker is None else self._worker.take_stats()

@@ -12,6 +12,7 @@ from ..secret import read_secret
 from ..ticket import LONGEST_TICKET, Ticket, write_ticket
 from . import settings
 from .bridge_offload import OffloadScheduler, OffloadWork, RankReport
+from .steps import CoreSteps
 
 ABSENT = -1
 #: vLLM's BlockPool keeps block 0 back and puts it where a sliding window has let a block go.
@@ -62,6 +63,9 @@ class StepWork:
     offload: OffloadWork = field(default_factory=OffloadWork)
     #: Nothing is scheduled in this step, so a worker may wait for a transfer instead of spinning.
     idle: bool = False
+    #: The step's number, and up to which one the engine core has read what steps told.
+    number: int = 0
+    read: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ class BridgeScheduler:
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._tp_size: int = vllm_config.parallel_config.tensor_parallel_size
         self._work = StepWork()
+        self.steps = CoreSteps()
         self._pulling: dict[str, dict[str, Any]] = {}  # request -> its kv_transfer_params
         self.offload = OffloadScheduler(
             kv_cache_config,
@@ -224,6 +229,7 @@ class BridgeScheduler:
         work.waits = [wait for wait in work.waits if wait.request_id not in begun]
         work.offload = self.offload.take_work(scheduler_output)
         work.idle = scheduler_output.total_num_scheduled_tokens == 0
+        work.number, work.read = self.steps.hand_out()
         return work
 
     def _hold(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:

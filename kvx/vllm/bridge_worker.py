@@ -25,13 +25,11 @@ from .bridge_metrics import KvxStats, StatsTaker
 from .bridge_offload import OffloadWork, RankReport
 from .bridge_scheduler import HoldWork, PullWork, StepWork
 from .log import log_as_vllm
+from .steps import WorkerSteps
 from .worker_side import WorkerSeam, current_seam
 
 logger = logging.getLogger("vllm.kvx")
 
-#: The longest that an idle step waits for a transfer: a new request waits as long at the most. Shorter waits make the
-#: engine's processes spin for the cores that the copy needs (2 cores: hand-off p50 11 ms with 20 ms, 14 to 19 with 3).
-IDLE_WAIT_S = 0.02
 #: How often an idle step looks for the end of a load or store, which no condition announces.
 OFFLOAD_LOOK_S = 0.001
 
@@ -43,6 +41,9 @@ class Outcome:
     sent: frozenset[str]
     received: frozenset[str]
     failed: frozenset[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.sent or self.received or self.failed)
 
 
 class BridgeWorker:
@@ -67,6 +68,8 @@ class BridgeWorker:
         self._failures: dict[str, Failure] = {}
         self._not_held: set[str] = set()
         self._stats = StatsTaker(self._cache_gauges)
+        self._is_idle = False
+        self.steps = WorkerSteps()
 
     @property
     def handoff(self) -> HandoffWorker:
@@ -125,6 +128,8 @@ class BridgeWorker:
 
     def start(self, work: StepWork) -> None:
         """Hand a step's work to the hand-off threads and its loads to the connector; returns at once."""
+        self._is_idle = work.idle
+        self.steps.begin(work.number, work.read)
         for hold in work.holds:
             self._hold(hold)
         for pull in work.pulls:
@@ -143,8 +148,10 @@ class BridgeWorker:
                 self._offload.store(copy)
 
     def wait(self) -> None:
-        """Sleep until a hand-off, a load or a store has ended, for a moment at the most."""
-        until = time.monotonic() + IDLE_WAIT_S
+        """In a step that computes nothing: sleep until a hand-off, a load or a store has ended, or for a moment."""
+        if not self._is_idle or not self.steps.all_read:
+            return
+        until = time.monotonic() + self._seam.device.idle_wait_s
         while self._offload is not None and self._offload.is_busy:
             # Looked at by polling, and kept for `take_outcome`.
             self._offload_events = self._offload_events.joined(self._offload.poll())
@@ -168,11 +175,14 @@ class BridgeWorker:
         self._received_tokens += sum(asked[request_id] for request_id in events.received)
         if self._offload is not None:
             self._offload_events = self._offload_events.joined(self._offload.poll())
-        return Outcome(
+        outcome = Outcome(
             sent=events.released | events.expired | not_held,
             received=self._offload_events.loaded | {r for r in events.received if asked[r]},
             failed=frozenset(self._offload_events.unloaded) | {r for r in failed if asked[r]},
         )
+        if outcome or not self._is_idle:
+            self.steps.tell()
+        return outcome
 
     def take_report(self) -> RankReport | None:
         """What the scheduler must know of host blocks, after `take_outcome`; None where nothing is offloaded."""

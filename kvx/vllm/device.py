@@ -6,7 +6,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from .. import sizing
 from ..cache import ExtensibleKVCache
@@ -34,6 +34,9 @@ class Measurement:
 
 class DeviceSide(ABC):
     """One worker's device, made before its model is loaded."""
+
+    #: The longest that a step which computes nothing waits for a transfer: a new request waits as long at the most.
+    idle_wait_s: ClassVar[float]
 
     @abstractmethod
     def driver(self) -> Driver:

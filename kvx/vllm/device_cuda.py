@@ -22,6 +22,9 @@ logger = logging.getLogger("vllm.kvx")
 class CudaSide(DeviceSide):
     """Made before the device is initialised; vLLM's own snapshot of free memory is taken there."""
 
+    # A step takes a few milliseconds there, and the copy needs none of the engine's cores.
+    idle_wait_s = 0.002
+
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._config = worker.vllm_config
