@@ -74,6 +74,9 @@ def show_verify(console: Console, report: Mapping[str, Any]) -> None:
             f"offload: {offload['stores']} blocks stored, {offload['evictions']} evicted, "
             f"{offload['reloads']} reloaded ({offload['loaded_bytes'] / 2**20:.1f} MiB)"
         )
+    for mismatch in report["digests"]["mismatches"][:3]:
+        # In one piece, however narrow the terminal: a request's name is there to be looked for in the logs.
+        console.print(f"[red]{escape(_mismatch(mismatch))}[/]", soft_wrap=True)
     for difference in report["differences"][:3]:
         console.print(f"[red]{escape(_difference(difference))}[/]")
     colour = "green" if report["passed"] else "bold red"
@@ -99,6 +102,10 @@ def show_bench(console: Console, report: Mapping[str, Any]) -> None:
 def _spread(summary: Mapping[str, float], factor: float) -> str:
     median, lowest, highest = (summary[key] * factor for key in ("median", "lowest", "highest"))
     return f"{median:.2f} ({lowest:.2f} to {highest:.2f})"
+
+
+def _mismatch(row: Mapping[str, Any]) -> str:
+    return f"bytes differ: request {row['request']}, layer group {row['layer_group']}, position {row['position']}"
 
 
 def _difference(row: Mapping[str, Any]) -> str:

@@ -228,6 +228,7 @@ def test_status_follows_the_verdict_and_the_report_is_written(kvx, model, monkey
         "accuracy": {"baseline": 1.0, "candidate": 1.0},
         "transfer": {"bytes": 1, "blocks": 1},
         "offload": {"stores": 3, "evictions": 2, "reloads": 1, "loaded_bytes": 5},
+        "digests": {"mismatches": []},
         "memory": {"peak_bytes": 1},
         "duration_s": 1.0,
         "differences": [],

@@ -1,8 +1,11 @@
 import copy
 import dataclasses
+import io
 
 import pytest
+from rich.console import Console
 
+from kvx.cli.show import show_verify
 from kvx.verify.client import Answer
 from kvx.verify.questions import Problem
 from kvx.verify.report import EXTERNAL_HITS, LOCAL_HITS, Findings, build, first_difference
@@ -245,3 +248,13 @@ def test_both_rounds_of_a_pair_must_be_handed_off(findings):
     assert failing(build(both)) == ["no fallbacks"]
     findings.engines["decode"]["transfer"]["count"] = 4
     assert failing(build(both)) == []
+
+
+def test_the_request_whose_bytes_differ_is_named_in_one_piece_on_a_narrow_terminal(findings):
+    request = "cmpl-question-0-again-0-84a69a34"
+    findings.engines["decode"]["digests"].update(
+        mismatched=1, mismatches=[{"request": request, "layer_group": "group0", "position": 3}]
+    )
+    console = Console(width=60, file=io.StringIO())
+    show_verify(console, build(findings) | {"memory": {"peak_bytes": 1}, "duration_s": 1.0})
+    assert f"bytes differ: request {request}, layer group group0, position 3\n" in console.file.getvalue()
