@@ -50,9 +50,11 @@ def world(driver: CudaDriver) -> Iterator[World]:
     )  # fmt: skip
     worker = OffloadWorker(connector, cache.table.segments, [group], views, tokens_per_block=16, verifies=True)
     assert connector.wait_ready(DEADLINE_S) >= HOST_BLOCKS * cache.table.block_bytes
-    yield World(cache, views, connector, worker)
+    world = World(cache, views, connector, worker)
+    yield world
     cache.close()
     views.clear()
+    world.__dict__.clear()  # pytest keeps it longer than the driver, and the worker in it has the views
 
 
 def test_a_store_sees_the_step_that_was_queued_before_it(world: World) -> None:
