@@ -15,8 +15,8 @@ from stage import Stage
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = [word for kib in (64, 256, 2048) for word in ("--block", str(kib))]
-# In float32 on a backend that takes it, as on one GPU; each engine has a device of its own.
-PD_ARGUMENTS = "--gpu-memory-utilization 0.3 --attention-backend TRITON_ATTN"
+TRITON = "--attention-backend TRITON_ATTN"  # takes float32
+PD_ARGUMENTS = f"--gpu-memory-utilization 0.3 {TRITON}"
 BASELINE = "one stock server, float32, Triton attention, graphs"
 TESTS = {
     "offload": ["tests/gpu/test_gpu_offload.py"],

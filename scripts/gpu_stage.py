@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_devices
-from gpu_devices import PD_ARGUMENTS
+from gpu_devices import PD_ARGUMENTS, TRITON
 from say import say
 from stage import Stage, over_pairs
 
@@ -30,8 +30,8 @@ NGRAM = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 100, "prompt_lookup_max": 4},
     "max_num_batched_tokens": 256,
 }
-# Of one size, so that nothing is measured and the four engines may start at once.
-BENCH_PD_ARGUMENTS = "--gpu-memory-utilization 0.2 --kv-cache-memory-bytes 8589934592"
+# Of one size, so that nothing is measured and the engines of a pair, or of two, may start at once.
+FIXED_SIZE = "--gpu-memory-utilization 0.2 --kv-cache-memory-bytes 8589934592"
 
 
 def memory(stage: Stage) -> None:
@@ -128,21 +128,20 @@ def pd(stage: Stage) -> None:
     """A prefill/decode pair on this GPU: answers, digests, the negative controls, and its times beside stock's."""
     options = stage.options
     shared = ["--model", options.model, "--logs", str(options.logs / "pd")]
-    verify = ["verify", *shared, "--dataset", str(options.questions), "--concurrency", "1"]
-    verify += ["--engine-args", PD_ARGUMENTS]
+    verify = ["verify", *shared, "--dataset", str(options.questions), "--concurrency", "1", "--engine-args"]
     if not stage.skips("verify"):
-        found = stage.kvx("verify", *verify, "--limit", str(options.limit), option="--report")
+        found = stage.kvx("verify", *verify, PD_ARGUMENTS, "--limit", str(options.limit), option="--report")
         stage.measure(gpu_devices.verified("pd.nixl", found))
     if not stage.skips("bench"):
         bench_pd(stage, shared)
     for fault in ("flip-byte", "swap-blocks", "stale"):
         if not stage.skips(fault):
-            negative_control(stage, fault, [*verify, "--eager"])
+            negative_control(stage, fault, [*verify, f"{FIXED_SIZE} {TRITON}", "--eager"])
 
 
 def bench_pd(stage: Stage, shared: Sequence[str]) -> None:
     """Inside one host NIXL has only a slow way to memory that grows, so a deployment there takes `auto`: ipc."""
-    words = ["--connector", "auto", "--dtype", "bfloat16", "--engine-args", BENCH_PD_ARGUMENTS]
+    words = ["--connector", "auto", "--dtype", "bfloat16", "--engine-args", FIXED_SIZE]
     found = stage.kvx("bench", "bench", "pd", *shared, *words, "--pairs", str(stage.options.pairs))
     if "metrics" in found:
         metrics = found["metrics"]

@@ -132,7 +132,7 @@ def _start_candidate(run: engines.RunSettings, servers: Servers, progress: Progr
         pair = engines.kvx_pair(run, digests=True)
         ports = {PREFILL: pair.prefill_side_port, DECODE: pair.decode_side_port}
         channels = {role: (run.place(role).side_channel_host, port) for role, port in ports.items()}
-        return _Candidate(engines.start_pair(run, servers, pair, progress.waiting), channels)
+        return _Candidate(engines.start_pairs(run, servers, [pair], progress.waiting)[0], channels)
     progress.stage("candidate: starting one server")
     engine, port = engines.kvx_single(run, digests=True)
     server = servers.start(engine)
