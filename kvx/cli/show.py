@@ -13,8 +13,13 @@ from rich.table import Table
 
 from kvx.servers import Server
 
-_UNITS = {"first_token_s": "time to first token", "between_tokens_s": "time between tokens"}
-_UNITS |= {"handoff_p50_s": "hand-off, p50", "handoff_p99_s": "hand-off, p99"}
+_UNITS = {
+    "first_token_s": "time to first token",
+    "prefill_s": "of it, prefill's answer",
+    "between_tokens_s": "time between tokens",
+    "handoff_p50_s": "hand-off, p50",
+    "handoff_p99_s": "hand-off, p99",
+}
 
 
 class ConsoleProgress:
@@ -97,6 +102,9 @@ def show_bench(console: Console, report: Mapping[str, Any]) -> None:
     for name, found in report["handoffs"].items():
         p50, p99 = found["p50_s"] * 1e3, found["p99_s"] * 1e3
         console.print(f"{name}: {found['count']} hand-offs, p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+    if report["phases_s"]:
+        phases = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in report["phases_s"].items())
+        console.print(f"kvx, inside the connector, medians in ms: {phases}")
 
 
 def _spread(summary: Mapping[str, float], factor: float) -> str:

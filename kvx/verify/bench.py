@@ -11,7 +11,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +19,16 @@ from typing import Any
 
 import kvx
 from kvx.errors import EngineError
+from kvx.handshake import request_status
 from kvx.servers import Server, Servers
 from kvx.spread import spread
 from kvx.verify import engines
 from kvx.verify.client import Ask, Client
+from kvx.verify.places import HOST
 from kvx.verify.runner import Progress
 
 KVX, STOCK = "kvx", "stock"
-METRICS = ("first_token_s", "between_tokens_s", "handoff_p50_s", "handoff_p99_s")
+METRICS = ("first_token_s", "prefill_s", "between_tokens_s", "handoff_p50_s", "handoff_p99_s")
 _VOCABULARY = range(1000, 30000)  # token ids of ordinary words in every model's vocabulary
 _LOG_DEADLINE_S = 5.0
 
@@ -49,6 +51,7 @@ class Round:
     """What one pair did in one alternation, in seconds."""
 
     first_token_s: Sequence[float]
+    prefill_s: Sequence[float]
     between_tokens_s: Sequence[float]
     handoff_s: Sequence[float]
 
@@ -56,6 +59,7 @@ class Round:
         """One number per metric: medians, and the 99th percentile of the hand-offs."""
         return {
             "first_token_s": statistics.median(self.first_token_s),
+            "prefill_s": statistics.median(self.prefill_s),
             "between_tokens_s": statistics.median(self.between_tokens_s),
             "handoff_p50_s": statistics.median(self.handoff_s),
             "handoff_p99_s": percentile(self.handoff_s, 99),
@@ -70,6 +74,7 @@ class _Side:
     prefill: Server
     decode: Server
     handoff_log: Path
+    decode_side_port: int | None = None
     rounds: list[Round] = field(default_factory=list)
     seen_handoffs: int = 0
 
@@ -101,15 +106,21 @@ def bench_pd(settings: BenchSettings, progress: Progress) -> dict[str, Any]:
                     if number:
                         side.rounds.append(measured)
                 progress.answered(number, settings.pairs)
+            phases = _phases(sides)
         finally:
             client.close()
             for side in sides:
                 _for_each(side, Server.resume)
-    return build(settings, {side.name: side.rounds for side in sides})
+    return build(settings, {side.name: side.rounds for side in sides}, phases)
 
 
-def build(settings: BenchSettings, rounds: dict[str, list[Round]]) -> dict[str, Any]:
-    """The report: per metric and pair, the median over the alternations and their spread; kvx over stock."""
+def build(
+    settings: BenchSettings, rounds: dict[str, list[Round]], phases_s: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """The report: per metric and pair, the median over the alternations and their spread; kvx over stock.
+
+    `phases_s`: medians of what kvx's hand-offs were doing.
+    """
     values = {name: [one.values() for one in found] for name, found in rounds.items()}
     metrics = {}
     for metric in METRICS:
@@ -130,6 +141,7 @@ def build(settings: BenchSettings, rounds: dict[str, list[Round]]) -> dict[str, 
             name: {"count": len(found), "p50_s": percentile(found, 50), "p99_s": percentile(found, 99)}
             for name, found in everything.items()
         },
+        "phases_s": dict(phases_s or {}),
     }
 
 
@@ -154,6 +166,7 @@ def _start(settings: BenchSettings, servers: Servers, progress: Progress) -> lis
     ]
     started = engines.start_pairs(settings.run, servers, pairs, progress.waiting)
     sides = [_Side(name, *pair, log) for (name, log), pair in zip(logs.items(), started, strict=True)]
+    sides[0].decode_side_port = pairs[0].decode_side_port
     for side in sides:
         _for_each(side, Server.pause)
     return sides
@@ -185,9 +198,23 @@ def _measure(settings: BenchSettings, client: Client, side: _Side, number: int) 
             raise
     return Round(
         first_token_s=[timing.first_token_s for timing in timings],
+        prefill_s=[timing.prefill_s for timing in timings],
         between_tokens_s=[gap for timing in timings for gap in timing.gaps_s],
         handoff_s=_new_handoffs(side, settings.requests),
     )
+
+
+def _phases(sides: Sequence[_Side]) -> dict[str, float]:
+    """Seconds of each phase of a hand-off, medians of those that the decode engine still knows; where it is kvx's."""
+    found: dict[str, list[float]] = {}
+    for side in sides:
+        if side.decode_side_port is not None:
+            with _thawed(side):
+                spans = request_status(HOST, side.decode_side_port)["spans_s"]
+            for span in spans:
+                for phase, seconds in span.items():
+                    found.setdefault(phase, []).append(seconds)
+    return {phase: statistics.median(values) for phase, values in found.items()}
 
 
 def _new_handoffs(side: _Side, expected: int) -> list[float]:

@@ -68,9 +68,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Timing:
-    """One streamed request: seconds from asking prefill to decode's first token, and between the tokens after."""
+    """One streamed request: seconds from asking prefill to decode's first token, of which until prefill had answered,
+    and between the tokens after."""
 
     first_token_s: float
+    prefill_s: float
     gaps_s: tuple[float, ...] = field(default=())
 
 
@@ -102,6 +104,7 @@ class Client:
         """Like `ask_pair`, streamed and timed. Trigger of EngineError: an engine refuses, or too few tokens come."""
         started_s = time.monotonic()
         body = ask.body(kv_transfer_params=self._hold(prefill_url, ask), stream=True)
+        prefill_s = time.monotonic() - started_s
         arrivals: list[float] = []
         try:
             with self._http.stream(
@@ -116,7 +119,7 @@ class Client:
         if len(arrivals) < ask.max_tokens:
             raise EngineError(f"{ask.request_id}: {len(arrivals)} tokens came of {ask.max_tokens}; the hand-off failed")
         gaps = tuple(after - before for before, after in itertools.pairwise(arrivals))
-        return Timing(arrivals[0] - started_s, gaps)
+        return Timing(arrivals[0] - started_s, prefill_s, gaps)
 
     def counters(self, url: str) -> dict[str, float]:
         """The engine's counters, `name` or `name{label=value}` for every label except engine and model."""

@@ -19,12 +19,14 @@ def test_handoff_log_leaves_an_unfinished_line_for_later():
 
 def test_report_holds_medians_spread_and_the_ratio_of_neighbours(tmp_path):
     def one(factor):
-        return Round([factor], [factor, factor], [factor, 3 * factor])
+        return Round([factor], [factor / 2], [factor, factor], [factor, 3 * factor])
 
     rounds = {"kvx": [one(1.0), one(2.0), one(3.0)], "stock": [one(2.0), one(8.0), one(6.0)]}
-    report = build(BenchSettings(run=RunSettings(model=tmp_path), pairs=3, requests=2), rounds)
+    report = build(BenchSettings(run=RunSettings(model=tmp_path), pairs=3, requests=2), rounds, {"move": 0.5})
     first = report["metrics"]["first_token_s"]
     assert first["kvx"] == {"median": 2.0, "lowest": 1.0, "highest": 3.0}
     assert first["ratio"] == {"median": 0.5, "lowest": 0.25, "highest": 0.5}
     assert report["metrics"]["handoff_p50_s"]["kvx"]["median"] == pytest.approx(4.0)
+    assert report["metrics"]["prefill_s"]["stock"]["median"] == 3.0
     assert report["handoffs"]["kvx"]["count"] == 6
+    assert report["phases_s"] == {"move": 0.5}
