@@ -167,6 +167,8 @@ def test_region_tables() -> None:
         ([(0, 50), (100, 50)], 100, 50, True),
         ([(0, 50), (100, 50)], 40, 20, False),
         ([(0, 50), (50, 50)], 40, 20, False),  # registered twice, so it must be cut
+        ([(0, 64), (64, 64)], 64, 64, True),
+        ([(0, 64), (128, 64)], 64, 64, False),  # between two
         ([], 0, 1, False),
     ):
         found = RegionTable.of(BASE, ranges).holds(np.array([0, offset]), np.array([0, length]))
