@@ -312,10 +312,9 @@ def block_runs(segments: Int64s, blocks: Int64s, host_blocks: Int64s, *, to_host
     """
     offsets, strides = segments[:, 0], segments[:, 1]
     inside = np.cumsum(strides) - strides
-    cache = (offsets + blocks[:, None] * strides).reshape(-1)
-    host = (host_blocks[:, None] * int(strides.sum()) + inside).reshape(-1)
-    runs = np.zeros(len(cache), RUN_DTYPE)
+    cache = offsets + blocks[:, None] * strides
+    host = host_blocks[:, None] * int(strides.sum()) + inside
+    runs = np.zeros(cache.shape, RUN_DTYPE)
     runs["source"], runs["destination"] = (cache, host) if to_host else (host, cache)
-    runs["length"] = np.tile(strides, len(blocks))
-    runs["count"] = 1
-    return Runs(runs)
+    runs["length"], runs["count"] = strides, 1
+    return Runs(runs.reshape(-1))

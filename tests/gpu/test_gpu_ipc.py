@@ -15,6 +15,7 @@ from gpu_helpers import MIB, keep_busy
 from kvx_connectors.ipc import IpcConnector
 
 from kvx.connector import Op, TransferState
+from kvx.drivers import cuda_copier
 from kvx.drivers.copier import copier_for
 from kvx.drivers.cuda import CudaDriver
 from kvx.drivers.cuda_copier import CudaCopier
@@ -67,8 +68,12 @@ def copier(driver: CudaDriver) -> Iterator[CudaCopier]:
     found.close()
 
 
-@pytest.mark.parametrize("sizes", [[1], [16] * 100, [7, 300, 4096, 5000, 1 << 20, 3], [100_000] * 64, [1 << 24]])
-def test_runs_of_any_size_and_alignment(copier: CudaCopier, sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [[1], [16] * 100, [7, 300, 4096, 5000, 1 << 20, 3], [100_000] * 64, [1 << 24], [24] * cuda_copier.MANY_RUNS],
+)
+def test_runs_of_any_size_and_alignment(copier: CudaCopier, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_copier, "BIG_BYTES", 1)
     nbytes = np.array(sizes, np.int64)
     starts = np.cumsum(nbytes + 33) - nbytes
     source = torch.randint(0, 256, (int(starts[-1] + nbytes[-1] + 64),), dtype=torch.uint8, device="cuda")

@@ -167,6 +167,8 @@ def test_region_tables() -> None:
         ([(0, 50), (100, 50)], 100, 50, True),
         ([(0, 50), (100, 50)], 40, 20, False),
         ([(0, 50), (50, 50)], 40, 20, False),  # registered twice, so it must be cut
+        ([(0, 64), (64, 64)], 64, 64, True),
+        ([(0, 64), (128, 64)], 64, 64, False),  # between two
         ([], 0, 1, False),
     ):
         found = RegionTable.of(BASE, ranges).holds(np.array([0, offset]), np.array([0, length]))
@@ -186,16 +188,20 @@ def test_region_tables() -> None:
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=6),
     st.lists(st.tuples(st.integers(-2, 40), st.integers(1, 9)), min_size=1, max_size=8),
     st.sampled_from([1, 7, 64, 1 << 21, 1 << 40]),
+    st.booleans(),
+    st.booleans(),
 )
 def test_a_region_table_knows_what_it_holds(
-    spaces: list[tuple[int, int]], asked: list[tuple[int, int]], unit: int
+    spaces: list[tuple[int, int]], asked: list[tuple[int, int]], unit: int, has_gaps: bool, is_ragged: bool
 ) -> None:
     """In units of a byte, of no power of two, and so large that its look-up table would be too large."""
     ranges, start = [], 0
     for gap, length in spaces:
-        ranges.append(((start + gap) * unit, length * unit))
-        start += gap + length
-    ranges.append((start * unit + 1, 1))  # beside every grid
+        start += gap * has_gaps
+        ranges.append((start * unit, length * unit))
+        start += length
+    if is_ragged:
+        ranges.append((start * unit + 1, 1))  # beside every grid
     offsets, lengths = np.array(asked, np.int64).T * unit
     found = RegionTable.of(BASE, ranges)
     assert found.holds(offsets, lengths) == all(

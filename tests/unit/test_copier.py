@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvx.drivers.copier import copier_for
-from kvx.drivers.cuda_copier import LARGEST_TILE_BYTES, SMALLEST_TILE_BYTES, tiles_of
+from kvx.drivers.cuda_copier import LARGEST_TILE_BYTES, SMALLEST_TILE_BYTES, tile_bytes, tiles_of
 from kvx.errors import DriverUnavailable
 
 
@@ -37,7 +37,7 @@ def test_a_device_without_a_copier_is_named() -> None:
 def test_tiles_are_the_runs_cut_into_pieces(sizes: list[int]) -> None:
     nbytes = np.array(sizes, np.int64)
     source = np.cumsum(nbytes) + 5
-    tiles = tiles_of(source + (1 << 40), source, nbytes)
+    tiles = tiles_of(source + (1 << 40), source, nbytes, tile_bytes(int(nbytes.sum())))
 
     assert (tiles[:, 0] - tiles[:, 1] == 1 << 40).all()
     assert (tiles[:, 2] <= LARGEST_TILE_BYTES).all()

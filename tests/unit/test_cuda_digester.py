@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import mmap
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_cuda import BAD
 from fake_launches import FakeLaunches, copy_kernel, digest_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ from test_digest import CASES, cache, contents, write
 
 from kvx import digest
 from kvx.digest import request_digests
-from kvx.drivers import cuda
+from kvx.drivers import cuda, cuda_copier
 from kvx.drivers.cuda_copier import CudaCopier
 from kvx.drivers.cuda_digester import CudaDigester, is_aligned
 from kvx.drivers.digester import Content, HostDigester
@@ -183,6 +185,59 @@ def test_the_copier_copies_when_it_says_so_and_gives_everything_back(fake: FakeL
     copier.close()
     copier.close()
     assert (fake.alive, fake.buffers) == ([], {})
+
+
+@dataclasses.dataclass
+class ManyRuns:
+    """Permuted pieces of a source, and a copier that takes them for a big call."""
+
+    copier: CudaCopier
+    source: np.ndarray
+    found: np.ndarray
+    expected: np.ndarray
+    runs: tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+@pytest.fixture
+def many(fake: FakeLaunches, monkeypatch: pytest.MonkeyPatch) -> ManyRuns:
+    monkeypatch.setattr(cuda_copier, "BIG_BYTES", 1)
+    numbers, count, size = np.random.default_rng(3), cuda_copier.MANY_RUNS, 8
+    source, found = numbers.integers(0, 256, (count, size), dtype=np.uint8), np.zeros((count, size), np.uint8)
+    to, at = numbers.permutation(count), numbers.permutation(count)
+    expected = np.zeros_like(found)
+    expected[to] = source[at]
+    runs = to * size + found.ctypes.data, at * size + source.ctypes.data, np.full(count, size)
+    return ManyRuns(CudaCopier(), source, found, expected, runs)
+
+
+def test_the_first_of_many_runs_are_launched_while_the_others_are_cut(fake: FakeLaunches, many: ManyRuns) -> None:
+    copying = many.copier.start(*many.runs, after=5)
+    assert (len(fake.queue), len(fake.waited_for)) == (2, 1)
+    fake.queue.pop(0)()
+    assert (many.found == many.expected).all(axis=1).sum() < cuda_copier.MANY_RUNS / 2, "the lesser part goes first"
+    assert not copying.is_done()
+    copying.wait()
+    assert copying.is_done()
+    assert (many.found == many.expected).all()
+    fake.calls.clear()
+    many.copier.start(*many.runs).wait()
+    assert "cuMemHostAlloc" not in fake.calls, "the tables of both launches came back"
+
+
+@pytest.mark.parametrize("call", ["cuLaunchKernel", "cuMemHostAlloc"])
+def test_when_the_second_launch_fails_the_first_has_ended(
+    fake: FakeLaunches, many: ManyRuns, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Whoever hears of the error may free the memory at once."""
+    works, calls = getattr(fake, call), itertools.count()
+    monkeypatch.setattr(
+        fake, call, lambda *arguments: works(*arguments) if next(calls) != 1 else (BAD, None), raising=False
+    )
+    with pytest.raises(DriverError, match=call):
+        many.copier.start(*many.runs)
+    assert fake.queue == []
+    many.copier.start(*many.runs).wait()
+    assert (many.found == many.expected).all()
 
 
 @pytest.mark.parametrize("name", ["copy_kernel", "digest_kernel"])
