@@ -61,6 +61,7 @@ class Puller:
         self._owners = Owners(side, open_link, close_link)
         self._pulls: dict[str, ActivePull] = {}
         self._by_transfer: dict[Transfer, ActivePull] = {}
+        self._has_begun = False
         self._heartbeat = Heartbeat(side, self._owners, lambda owner: self._owners.open(owner, self._on_opened))
         self._checker = Checker(side, self._guard, self._end_received)
 
@@ -71,6 +72,11 @@ class Puller:
     @property
     def is_moving(self) -> bool:
         return bool(self._by_transfer)
+
+    def take_begun(self) -> bool:
+        """Whether a pull has begun to read since the last call."""
+        has_begun, self._has_begun = self._has_begun, False
+        return has_begun
 
     def start(self, spec: Pull, now: float) -> None:
         """Begin; every outcome, refusals included, goes to the outbox.
@@ -276,7 +282,7 @@ class Puller:
         if not len(pull.moved):
             self._moved(pull)
             return
-        pull.pieces = _in_pieces(pull.moved)
+        pull.pieces, self._has_begun = _in_pieces(pull.moved), True
         self._submit_next(pull)
 
     def _submit_next(self, pull: ActivePull) -> None:

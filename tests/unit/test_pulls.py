@@ -282,6 +282,20 @@ def test_large_pulls_move_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pair.side.metrics.bytes == 2560
 
 
+def test_each_pull_that_begins_to_read_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "MOVE_BYTES", 512)
+    pair = Pair()
+    assert not pair.puller.take_begun()
+    transfer = pair.moving()
+    assert (pair.puller.take_begun(), pair.puller.take_begun()) == (True, False)
+    pair.finish(transfer)
+    assert pair.puller.is_moving
+    assert not pair.puller.take_begun(), "its next piece begins nothing"
+    pair.start(request_id="second", blocks=[[9]], num_tokens=16)
+    pair.claimed()
+    assert pair.puller.take_begun()
+
+
 def lending(monkeypatch: pytest.MonkeyPatch) -> Pair:
     """Pulls "a" and "b" are at the first of four pieces; "c" has been read and is in CHECK."""
     monkeypatch.setattr(pulls, "MOVE_BYTES", 512)
