@@ -182,15 +182,9 @@ def wanted_ranges(
     blocks: Sequence[int], group: GroupGeometry, first_token: int, num_tokens: int
 ) -> list[tuple[int, int]]:
     """[first, end) token ranges whose blocks are not negative, adjacent ones joined; whole blocks of packed pages."""
-    ranges: list[tuple[int, int]] = []
     size, end = group.block_size_tokens, group.covered_tokens(first_token + num_tokens)
-    for position, block in enumerate(blocks):
-        start = max(first_token, position * size)
-        stop = min(end, (position + 1) * size)
-        if block < 0 or start >= stop:
-            continue
-        if ranges and ranges[-1][1] == start:
-            ranges[-1] = (ranges[-1][0], stop)
-        else:
-            ranges.append((start, stop))
-    return ranges
+    wanted = np.zeros(len(blocks) + 2, np.bool_)  # with an unwanted one at either end
+    first, last = first_token // size, -(-end // size)
+    wanted[1 + first : 1 + last] = np.append(np.asarray(blocks, np.int64) >= 0, False)[first:last]
+    edges = np.flatnonzero(wanted[1:] != wanted[:-1]).reshape(-1, 2)
+    return [(max(first_token, start * size), min(end, stop * size)) for start, stop in edges.tolist()]

@@ -53,7 +53,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# While something is in flight, the thread looks this often, growing from the first to the second.
+# While something is in flight, the thread looks this often, growing from the first to the second; anew for each pull
+# that begins to read, or pulls that never all rest, as those that are checked in between, would be looked at late.
 FASTEST_POLL_S = 50e-6
 SLOWEST_POLL_S = 1e-3
 # The same while a peer's first transfer may set up its connection.
@@ -400,6 +401,8 @@ class HandoffWorker:
             if link.socket in ready or link.monitor in ready:
                 self._guarded(partial(self._read_link, link))
         self._guarded(self._poll_connectors)
+        if self._puller.take_begun():
+            self._poll_s = FASTEST_POLL_S
         now = self._clock()
         self._guarded(partial(self._puller.tick, now))
         self._guarded(partial(self._holder.expire, now))

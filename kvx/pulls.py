@@ -12,6 +12,7 @@ transfer touches its blocks any more.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -60,6 +61,7 @@ class Puller:
         self._owners = Owners(side, open_link, close_link)
         self._pulls: dict[str, ActivePull] = {}
         self._by_transfer: dict[Transfer, ActivePull] = {}
+        self._has_begun = False
         self._heartbeat = Heartbeat(side, self._owners, lambda owner: self._owners.open(owner, self._on_opened))
         self._checker = Checker(side, self._guard, self._end_received)
 
@@ -70,6 +72,11 @@ class Puller:
     @property
     def is_moving(self) -> bool:
         return bool(self._by_transfer)
+
+    def take_begun(self) -> bool:
+        """Whether a pull has begun to read since the last call."""
+        has_begun, self._has_begun = self._has_begun, False
+        return has_begun
 
     def start(self, spec: Pull, now: float) -> None:
         """Begin; every outcome, refusals included, goes to the outbox.
@@ -117,8 +124,8 @@ class Puller:
         if transfer.state is not TransferState.DONE and pull.cause is None:
             cause = transfer.cause or TransferError(f"a transfer was {transfer.state.value}")
             self._fail(pull, _lease_ended() if self._side.clock() >= pull.kept_until else cause)
-        elif not pull.transfers:
-            self._guard(pull, self._moved)
+        else:
+            self._guard(pull, self._move_on)
 
     def on_link_lost(self, link: Link, why: str) -> None:
         """The owner's process ended, or closed the connection: nothing that is still to come will come."""
@@ -140,6 +147,7 @@ class Puller:
                 waited = f"within {self._side.settings.transfer_deadline_s:g} s"
                 error = TransferTimeout(f"no answer to {pull.phase.value} from engine {where} {waited}")
                 self._fail_each([pull], error)
+        self._lend_places()
         self._owners.release_due(now)
 
     def next_time(self) -> float | None:
@@ -274,11 +282,11 @@ class Puller:
         if not len(pull.moved):
             self._moved(pull)
             return
-        pull.pieces = _in_pieces(pull.moved)
+        pull.pieces, self._has_begun = _in_pieces(pull.moved), True
         self._submit_next(pull)
 
     def _submit_next(self, pull: ActivePull) -> None:
-        """One piece at a time: the library may copy inside the call, and the side channel waits meanwhile."""
+        """Piece by piece: the library may copy inside the call, and the side channel waits meanwhile."""
         owner, asked = pull.owner, pull.claimed_from
         assert asked is not None, "blocks are read of an owner that named them"
         if owner.descriptor is not None and owner.descriptor.opening != asked.opening:
@@ -294,6 +302,28 @@ class Puller:
         pull.transfers.append(transfer)
         self._by_transfer[transfer] = pull
         self._side.metrics.descriptors += transfer.num_descriptors
+
+    def _move_on(self, pull: ActivePull) -> None:
+        """One of its transfers has ended, and others may be in flight."""
+        if not pull.transfers:
+            self._moved(pull)
+
+    def _lend_places(self) -> None:
+        """A pull in CHECK reads nothing: for each, the oldest other one of its owner reads a piece more at a time.
+
+        Else pulls that began together would be checked together, and nothing be read meanwhile. So as many pieces are
+        on their way as without verifying, and no pull waits for another one's.
+        """
+        spare = Counter(pull.owner for pull in self._pulls.values() if pull.phase is Phase.CHECK and pull.cause is None)
+        if not spare:
+            return
+        moving = [pull for pull in self._pulls.values() if pull.transfers and pull.cause is None]
+        for pull in moving:
+            spare[pull.owner] -= len(pull.transfers) - 1
+        for pull in moving:
+            while pull.pieces and pull.cause is None and spare[pull.owner] > 0:
+                self._guard(pull, self._submit_next)
+                spare[pull.owner] -= 1
 
     def _plan(self, pull: ActivePull, claimed: Claimed, theirs: PeerDescriptor) -> Runs:
         if len(claimed.blocks) != len(self._side.groups):

@@ -1,7 +1,7 @@
 """Digests on an NVIDIA GPU: one launch of kvx's own kernel for all layer groups of a call (digest_kernel.cu).
 
-The kernel reads the content where it lies, through the addresses of its layers and the offsets of its tokens, and
-writes the digests to pinned host memory: nothing else comes to the host.
+The kernel reads the content where it lies, through the addresses of its layers and the offsets of its tokens. Its
+digests, and nothing else, come to the host in one copy: written there by the kernel, each would cross the bus alone.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class CudaDigester(Digester):
             ((table.mirror, len(contents)), (ctypes.c_void_p, ctypes.c_uint32)),
             after_event=getattr(after, "cuda_event", None),
             mirrored_bytes=head * 8,
+            returned_bytes=sum(sizes) * 8,
         )
         self._kernel.wait(table)
         values = table.words[head : head + sum(sizes)].view(np.uint8).copy()
@@ -107,7 +108,7 @@ def fill(table: Table, contents: Sequence[Content], keys: Sequence[int], outputs
         table.words[at:tokens_at] = content.layer_addresses
         table.words[tokens_at:end] = content.token_offsets
         row[_Field.LAYERS], row[_Field.TOKENS] = table.mirror + at * 8, table.mirror + tokens_at * 8
-        row[_Field.KEYS], row[_Field.OUTPUT] = key, table.address + output * 8
+        row[_Field.KEYS], row[_Field.OUTPUT] = key, table.mirror + output * 8
         row[_Field.NUM_LAYERS], row[_Field.NUM_TOKENS] = num_layers, num_tokens
         row[_Field.NUM_HEADS], row[_Field.HEAD_STRIDE] = content.num_heads, content.head_stride_bytes
         row[_Field.CONTENT_BYTES], row[_Field.IS_ALIGNED] = content.content_bytes, is_aligned(content)

@@ -85,11 +85,12 @@ class CudaKernel:
     def launch(
         self, table: Table, blocks: int, threads: int, arguments: tuple[tuple[Any, ...], tuple[Any, ...]], *,
         after_stream: int | None = None, after_event: int | None = None, mirrored_bytes: int = 0,
+        returned_bytes: int = 0,
     ) -> None:  # fmt: skip
         """Queue one launch, when what a stream has queued now, or what came before an event, has run.
 
-        `mirrored_bytes`: the beginning of the table that is copied to its mirror first. A launch that fails is waited
-        for, and gives its table back.
+        `mirrored_bytes`: the beginning of the table that is copied to its mirror first. `returned_bytes`: what follows,
+        which is copied back from the mirror afterwards. A launch that fails is waited for, and gives its table back.
         """
         call = self.driver.call
         with self._lock, self.driver.in_context():
@@ -102,6 +103,9 @@ class CudaKernel:
                 if mirrored_bytes:
                     call("cuMemcpyHtoDAsync", table.mirror, table.address, mirrored_bytes, self._stream)
                 call("cuLaunchKernel", self._kernel, blocks, 1, 1, threads, 1, 1, 0, self._stream, arguments, 0)
+                if returned_bytes:
+                    found, at = table.address + mirrored_bytes, table.mirror + mirrored_bytes
+                    call("cuMemcpyDtoHAsync", found, at, returned_bytes, self._stream)
                 call("cuEventRecord", table.event, self._stream)
             except BaseException:
                 call("cuStreamSynchronize", self._stream)

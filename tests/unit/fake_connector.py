@@ -41,6 +41,7 @@ class FakeConnector(Connector):
 
     def _submit(self, transfer: Transfer, copies: Copies, notify: bytes) -> None:
         self.copies.append(copies)
+        transfer.handle = copies
 
     def _progress(self) -> list[tuple[str, bytes]]:
         for transfer in [item for item in self._pending if item in self.done]:

@@ -134,6 +134,10 @@ class FakeLaunches(FakeCuda):
         self.queue.append(lambda: ctypes.memmove(destination, source, nbytes))
         return (OK,)
 
+    def cuMemcpyDtoHAsync(self, destination, source, nbytes, stream):
+        self.queue.append(lambda: ctypes.memmove(destination, source, nbytes))
+        return (OK,)
+
     def cuLaunchKernel(self, kernel, x, y, z, threads, ty, tz, shared, stream, arguments, extra):
         values, kinds = arguments
         if (y, z, ty, tz, shared, extra) != (1, 1, 1, 1, 0, 0) or x < 1 or len(values) != len(kinds):

@@ -142,7 +142,8 @@ def test_one_launch_after_the_stream_that_wrote_and_its_table_serves_again(fake:
     assert fake.waited_for == [77]
     inside = [call for call in fake.calls if not call.startswith("cuCtx")]
     assert inside == [
-        "cuStreamWaitEvent", "cuMemcpyHtoDAsync", "cuLaunchKernel", "cuEventRecord", "cuEventSynchronize",
+        "cuStreamWaitEvent", "cuMemcpyHtoDAsync", "cuLaunchKernel", "cuMemcpyDtoHAsync", "cuEventRecord",
+        "cuEventSynchronize",
     ]  # fmt: skip
     assert fake.contexts == []
     del memory

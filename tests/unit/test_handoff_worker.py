@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fake_connector import FakeConnector, region
 from test_handshake import INFO
 from test_pulls import LAYER
 
-from kvx import engine_side
+from kvx import engine_side, handoff
 from kvx.errors import ConnectorStateError, DriverUnavailable
 from kvx.handoff import CacheFollower, Failure, HandoffSettings, HandoffWorker, Pull
 from kvx.handshake import Claim, Claimed, Hello, Message, Refused, Release, Reply, Welcome, decode_reply, encode
@@ -225,3 +226,25 @@ def test_what_follows_the_cache_needs_no_open_hand_off() -> None:
     worker.close()
     follower.close()
     follower.open([], 2)
+
+
+def test_the_thread_looks_soon_again_when_a_pull_begins_to_read(
+    worker: HandoffWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    enough = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 30:
+            enough.set()
+            monkeypatch.setattr(type(worker._puller), "is_moving", property(lambda _: False))
+
+    monkeypatch.setattr(handoff, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(worker._puller, "take_begun", lambda: len(slept) == 15)
+    monkeypatch.setattr(type(worker._puller), "is_moving", property(lambda _: True))
+    worker.cancel("nothing")  # which wakes it
+    assert enough.wait(20)
+    assert slept[0] == slept[15] == handoff.FASTEST_POLL_S
+    assert slept[14] == slept[29] == handoff.SLOWEST_POLL_S
+    assert sorted(slept[:15]) == slept[:15]

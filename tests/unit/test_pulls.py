@@ -16,7 +16,7 @@ from fake_connector import BASE, FakeConnector, region
 from test_handshake import GROUP, INFO
 
 from kvx import addresses, digest, digest_check, pulls
-from kvx.connector import Transfer
+from kvx.connector import Copies, Transfer
 from kvx.engine_side import EngineSide, HandoffEvents, HandoffSettings, Pull
 from kvx.errors import ConnectorStateError, HandshakeError
 from kvx.geometry import HeadRange
@@ -280,6 +280,101 @@ def test_large_pulls_move_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [1024, 1024, 512]
     assert pair.events().received == {"r"}
     assert pair.side.metrics.bytes == 2560
+
+
+def test_each_pull_that_begins_to_read_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "MOVE_BYTES", 512)
+    pair = Pair()
+    assert not pair.puller.take_begun()
+    transfer = pair.moving()
+    assert (pair.puller.take_begun(), pair.puller.take_begun()) == (True, False)
+    pair.finish(transfer)
+    assert pair.puller.is_moving
+    assert not pair.puller.take_begun(), "its next piece begins nothing"
+    pair.start(request_id="second", blocks=[[9]], num_tokens=16)
+    pair.claimed()
+    assert pair.puller.take_begun()
+
+
+def lending(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """Pulls "a" and "b" are at the first of four pieces; "c" has been read and is in CHECK."""
+    monkeypatch.setattr(pulls, "MOVE_BYTES", 512)
+    pair = Pair(verify=True)
+    for first, name in enumerate("ab"):
+        pair.start(request_id=name, blocks=[[10 * first + block for block in (10, 12, 14, 16)]], num_tokens=64)
+    pair.welcome()
+    for claim in [on_reply for message, on_reply in pair.link.asked if isinstance(message, Claim)]:
+        claim(Claimed(sequence=1, request_id="theirs", instance="i", generation=1, blocks=[[1, 2, 3, 4]],
+                      num_tokens=64, left_s=30.0))  # fmt: skip
+    pair.link.asked.clear()
+    pair.start(request_id="c", blocks=[[50]], num_tokens=16)
+    pair.claimed(blocks=[[7]], num_tokens=16)
+    pair.puller.tick(time.monotonic())
+    assert places(pair) == [10, 20, 50], "one piece of each"
+    pair.finish(into(pair, 50))
+    return pair
+
+
+def places(pair: Pair) -> list[int]:
+    """The blocks of ours that are being read into."""
+    return sorted(map(place, pair.connector._pending))
+
+
+def into(pair: Pair, block: int) -> Transfer:
+    """The transfer that reads into this block of ours."""
+    return next(transfer for transfer in pair.connector._pending if place(transfer) == block)
+
+
+def place(transfer: Transfer) -> int:
+    assert isinstance(transfer.handle, Copies)
+    return int(transfer.handle.local[0] - BASE) // 512
+
+
+def test_a_pull_that_is_checked_lends_its_place_to_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = lending(monkeypatch)
+    assert places(pair) == [10, 20]
+    for _ in range(3):
+        pair.puller.tick(time.monotonic())
+    assert places(pair) == [10, 12, 20], "as many as pulls"
+    pair.finish(into(pair, 10))
+    pair.puller.tick(time.monotonic())
+    assert places(pair) == [12, 14, 20]
+    digests_of_the_owner(pair)
+    pair.notes.get(timeout=20)()
+    assert pair.events().received == {"c"}
+    pair.finish(into(pair, 12))
+    pair.puller.tick(time.monotonic())
+    assert places(pair) == [14, 20], "what was lent goes back"
+    while pair.puller.is_moving:
+        pair.finish(pair.connector._pending[0])
+    digests_of_the_owner(pair)
+    for _ in range(2):
+        pair.notes.get(timeout=20)()
+    assert pair.events().received == {"a", "b"}
+    assert pair.side.metrics.bytes == 9 * 512
+    assert (pair.side.metrics.digests_expected, pair.side.metrics.digests_checked) == (144, 144)
+
+
+def test_a_pull_with_a_lent_place_ends_when_all_of_it_has_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = lending(monkeypatch)
+    pair.puller.tick(time.monotonic())
+    own, lent = into(pair, 10), into(pair, 12)
+    pair.puller.cancel("a")
+    pair.finish(own)
+    assert not pair.events().failed, "the other piece may still land"
+    pair.puller.tick(time.monotonic())
+    pair.finish(lent)
+    assert pair.events().failed["a"].cause == "cancelled"
+    pair.puller.tick(time.monotonic())
+    assert places(pair) == [20, 22], "the place is the next one's now"
+
+
+def test_nothing_is_lent_to_a_pull_of_another_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = lending(monkeypatch)
+    (checked,) = [pull for pull in pair.puller._pulls.values() if pull.spec.request_id == "c"]
+    checked.owner = dataclasses.replace(checked.owner)
+    pair.puller.tick(time.monotonic())
+    assert places(pair) == [10, 20]
 
 
 def test_the_next_piece_needs_the_connection_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
