@@ -31,6 +31,8 @@ from kvx.spread import spread
 KVX, MEMCPY, SWAP = "kvx", "memcpy", "swap_blocks_batch"
 TO_HOST, TO_CACHE = "to host", "to cache"
 _DEADLINE_S = 60.0
+#: Transfers, and calls of what kvx is compared with, that one copy is made of.
+IN_FLIGHT = 4
 _LEAST_ROUND_S = 0.1
 _POLL_S = 100e-6  # the copying thread needs the interpreter too, once for each block on the host
 
@@ -65,6 +67,7 @@ def bench_offload(
         "connector": settings.connector,
         "total_bytes": settings.total_bytes,
         "pairs": settings.pairs,
+        "in_flight": IN_FLIGHT,
         "rows": rows,
     }
     for size in settings.block_sizes_bytes:
@@ -129,13 +132,21 @@ class _Bench:
         return {KVX: lambda: self._copy(op), **{name: ways[op] for name, ways in self._beside.items()}}
 
     def _copy(self, op: Op) -> None:
-        runs = block_runs(self._segments, self._blocks, self._hosts, to_host=op is Op.WRITE)
-        transfer = self._connector.submit(op, self._peer, runs, deadline_s=_DEADLINE_S)
-        while transfer.state is TransferState.PENDING:
-            time.sleep(_POLL_S)
-            self._connector.poll()
-        if transfer.state is not TransferState.DONE:
-            raise TransferError(f"a {op.value} of {transfer.nbytes} bytes failed: {transfer.cause}")
+        """In several transfers, as an engine's steps and requests have them: one is prepared while others copy."""
+        transfers = []
+        for blocks, hosts in zip(_parts(self._blocks), _parts(self._hosts), strict=True):
+            runs = block_runs(self._segments, blocks, hosts, to_host=op is Op.WRITE)
+            transfers.append(self._connector.submit(op, self._peer, runs, deadline_s=_DEADLINE_S))
+        for transfer in transfers:
+            while transfer.state is TransferState.PENDING:
+                time.sleep(_POLL_S)
+                self._connector.poll()
+            if transfer.state is not TransferState.DONE:
+                raise TransferError(f"a {op.value} of {transfer.nbytes} bytes failed: {transfer.cause}")
+
+
+def _parts(numbers: Int64s) -> list[Int64s]:
+    return np.array_split(numbers, min(IN_FLIGHT, len(numbers)))
 
 
 def _offload_connector(settings: OffloadSettings) -> OffloadConnector:
@@ -182,13 +193,15 @@ def _beside(
     sizes = torch.full((len(blocks),), block_bytes, dtype=torch.int64)
     cache_side = torch.from_numpy(base + blocks * block_bytes)
     host_side = torch.from_numpy(host.data_ptr() + hosts * block_bytes)
+    count = min(IN_FLIGHT, len(blocks))
     stream = torch.cuda.Stream(driver.device)  # type: ignore[no-untyped-call]
 
     def swapped(source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
         def act(keep: torch.Tensor = host) -> None:
             del keep
             with torch.cuda.stream(stream):
-                swap(source, target, sizes)
+                for parts in zip(*(whole.tensor_split(count) for whole in (source, target, sizes)), strict=True):
+                    swap(*parts)
             stream.synchronize()
 
         return act
