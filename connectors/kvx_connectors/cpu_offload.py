@@ -180,6 +180,10 @@ class HostMemory:
         with self._changed:
             self._changed.wait_for(lambda: self._is_settled, timeout_s)
 
+    def is_ready(self, end_address: int) -> bool:
+        """Whether all bytes below an address may be copied to and from."""
+        return end_address - self._reservation.address <= self._ready_bytes
+
     def require_ready(self, end_address: int) -> None:
         """Wait until all bytes below an address are ready. ConnectorError when they will not be, and why."""
         wanted = end_address - self._reservation.address
@@ -272,6 +276,7 @@ class CopyThread:
         self._jobs: queue.PriorityQueue[tuple[int, int, Job | None]] = queue.PriorityQueue()
         self._thread = threading.Thread(target=self._run, name="kvx-offload-copies", daemon=True)
         self._fence_stream: torch.cuda.Stream | None = None
+        self._lock = threading.Lock()
         self._started: list[Job] = []
         self._is_stopping = False
 
@@ -281,9 +286,16 @@ class CopyThread:
         self._thread.start()
 
     def add(self, op: Op, copies: Copies) -> Job:
-        """Queue a transfer's copies; they begin after what this thread's stream has queued now."""
+        """Queue a transfer's copies; they begin after what this thread's stream has queued now.
+
+        Where that takes no more than a launch, it is made here: the copying thread would have to wait for the
+        interpreter, which the caller goes on using.
+        """
         job = Job(copies, op, self._fence())
-        self._jobs.put((int(op is Op.WRITE), next(self._numbers), job))
+        if self._copier.only_queues and self._host.is_ready(_end_of(copies)) and job.take():
+            _guarded(job, self._launch)
+        else:
+            self._jobs.put((int(op is Op.WRITE), next(self._numbers), job))
         return job
 
     def close(self) -> None:
@@ -318,16 +330,24 @@ class CopyThread:
             job.drop()
 
     def _begin(self, job: Job) -> None:
-        copies = job.copies
-        self._host.require_ready(int((copies.remote + copies.length).max()))
-        after = None
-        if job.fence is not None and self._fence_stream is not None:
-            self._fence_stream.wait_event(job.fence)
-            after = self._fence_stream.cuda_stream
+        self._host.require_ready(_end_of(job.copies))
+        self._launch(job)
+
+    def _launch(self, job: Job) -> None:
+        copies, after = job.copies, None
         to, at = (copies.local, copies.remote) if job.op is Op.READ else (copies.remote, copies.local)
-        self._started = [one for one in self._started if not one.is_over()]
-        job.copying = self._copier.start(to, at, copies.length, after=after)
-        self._started.append(job)
+        with self._lock:
+            if job.fence is not None and self._fence_stream is not None:
+                self._fence_stream.wait_event(job.fence)
+                after = self._fence_stream.cuda_stream
+            self._started = [one for one in self._started if not one.is_over()]
+            job.copying = self._copier.start(to, at, copies.length, after=after)
+            self._started.append(job)
+
+
+def _end_of(copies: Copies) -> int:
+    """The address behind the last byte of host memory that they touch."""
+    return int((copies.remote + copies.length).max())
 
 
 def _wait(job: Job) -> None:

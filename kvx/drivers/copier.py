@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ class Copying(Protocol):
 
 class Copier(ABC):
     """One device's copies. Any thread may call."""
+
+    #: `start` only queues work for the device, so that whoever calls it goes on at once.
+    only_queues: ClassVar[bool] = False
 
     @abstractmethod
     def start(self, destination: Int64s, source: Int64s, nbytes: Int64s, *, after: int | None = None) -> Copying:

@@ -47,6 +47,8 @@ def tiles_of(destination: Int64s, source: Int64s, nbytes: Int64s, size: int) -> 
 class CudaCopier(Copier):
     """One stream of one GPU. `DriverUnavailable` without cuda-bindings, an NVIDIA driver or that GPU."""
 
+    only_queues = True
+
     def __init__(self, index: int = 0) -> None:
         self._kernel = CudaKernel(index, "copy_kernel.ptx", "kvx_copy")
         self._driver = self._kernel.driver

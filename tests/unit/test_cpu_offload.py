@@ -324,6 +324,42 @@ def test_a_copy_that_fails_is_one_transfer_that_fails(copier: HeldCopier, connec
     assert ended(connector)[0].state is TransferState.DONE
 
 
+class QueuingCopier(HostCopier):
+    """Says of itself what a GPU's copier says, and remembers who called it."""
+
+    only_queues = True
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def start(self, destination: Int64s, source: Int64s, nbytes: Int64s, *, after: int | None = None) -> Copying:
+        self.threads.append(threading.current_thread().name)
+        return super().start(destination, source, nbytes, after=after)
+
+
+def test_what_is_only_a_launch_is_made_by_the_caller_once_the_memory_is_there(
+    monkeypatch: pytest.MonkeyPatch, memory: np.ndarray[Any, Any]
+) -> None:
+    copier, driver = QueuingCopier(), SlowDriver()
+    monkeypatch.setattr(cpu_offload, "copier_for", lambda device: copier)
+    monkeypatch.setattr(cpu_offload, "LEAST_PIECE_BYTES", 4 * PAGE)
+    made = CpuOffloadConnector(driver=driver)
+    made.open([region(0, memory.nbytes, base=memory.ctypes.data)], 1)
+    try:
+        peer = made.connect(made.metadata())
+        early = made.submit(Op.WRITE, peer, runs((0, 0, 10)), deadline_s=DEADLINE_S)
+        assert copier.threads == []
+        for _ in range(4):
+            driver.may_take.release()
+        assert ended(made) == [early]
+        assert made.wait_ready(DEADLINE_S) == memory.nbytes
+        late = made.submit(Op.READ, peer, runs((0, 0, 10)), deadline_s=DEADLINE_S)
+        assert ended(made) == [late]
+        assert copier.threads == ["kvx-offload-copies", threading.current_thread().name]
+    finally:
+        made.close()
+
+
 class SlowDriver(HostDriver):
     """Takes one piece of memory for each time that the test says so."""
 
