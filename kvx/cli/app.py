@@ -35,6 +35,7 @@ from kvx.verify.runner import VerifySettings, verify
 
 FAILED = 1
 DEFAULT_BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
+DTYPES = ("float32", "bfloat16", "float16")
 INJECTIONS = ("flip-byte", "swap-blocks", "stale")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -259,7 +260,7 @@ def _gpu_names(gpus: str, device: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in gpus.split(",")) if gpus else ()
     if names and (device == "cpu" or len(names) != 2 or not all(names)):
         found = "engines on a CPU" if device == "cpu" else repr(gpus)
-        raise typer.BadParameter(f"{found}; two GPUs are needed, as 0,1", param_hint="--gpus")
+        raise typer.BadParameter(f"{found}; give two GPUs, as 0,1, or leave it out", param_hint="--gpus")
     return names
 
 
@@ -283,6 +284,8 @@ def _run_settings(
     chosen = device or installed
     if chosen not in DEFAULT_BLOCK_TOKENS:
         raise typer.BadParameter(f"{chosen!r} is none of {', '.join(DEFAULT_BLOCK_TOKENS)}", param_hint="--device")
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
     names = tuple(name.strip() for name in connector.split(",") if name.strip())
     if not names:
         raise typer.BadParameter("at least one name is needed, for example nixl", param_hint="--connector")
@@ -306,5 +309,10 @@ def _run_settings(
         gpus=_gpu_names(gpus, chosen),
         first_port=first_port,
     )
+    if chosen != installed:
+        raise typer.BadParameter(
+            f"{chosen!r}, but the vLLM installed here computes on {installed}; leave it out, or install the other one",
+            param_hint="--device",
+        )
     require_ports(run)
     return run
