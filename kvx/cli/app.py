@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, NoReturn, get_args
 
 import typer
 from rich.console import Console
@@ -34,6 +35,7 @@ from kvx.verify.questions import load_problems, own_problems, own_shots
 from kvx.verify.runner import VerifySettings, verify
 
 FAILED = 1
+FULL = (errno.ENOSPC, errno.EDQUOT)
 DEFAULT_BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
 DTYPES = ("float32", "bfloat16", "float16")
 INJECTIONS = ("flip-byte", "swap-blocks", "stale")
@@ -241,12 +243,20 @@ def bench_pd_command(
 
 
 def run() -> None:
-    """Entry point: kvx's own errors end with one sentence and status 1, Ctrl-C with 130."""
+    """Entry point: kvx's own errors, and a full disk, end with one sentence and status 1, Ctrl-C with 130."""
     try:
         app()
     except KVXError as error:
-        _progress.print(f"kvx: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(FAILED)
+        _fail(str(error))
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _fail(f"{error.strerror} while writing {error.filename or 'the results'}; make room there, and run it again")
+
+
+def _fail(sentence: str) -> NoReturn:
+    _progress.print(f"kvx: {sentence}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(FAILED)
 
 
 def _words(engine_args: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,6 +155,25 @@ def test_a_wrong_use_is_a_sentence_that_says_what_to_do(
     assert "Traceback" not in text
     assert "\x1b" not in said.out + said.err, "not a terminal"
     assert not os.path.exists(tmp_path / "kvx-x")
+
+
+def test_a_full_disk_is_a_sentence_too(things: dict[str, str]) -> None:
+    words = PLAN.format(**things).split()
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvx.cli.main", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvx: No space left on device while writing the results; make room there")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_trouble(things: dict[str, str]) -> None:
+    words = PLAN.format(**things)
+    command = f"{sys.executable} -m kvx.cli.main {words} | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert "kvx plan" in done.stdout
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("command", ["plan", "map", "verify", "bench pd", "bench transfer", "doctor", "serve"])
