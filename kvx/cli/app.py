@@ -33,6 +33,7 @@ from kvx.verify.model import default_model, require_model_folder
 from kvx.verify.places import read_places
 from kvx.verify.questions import load_problems, own_problems, own_shots
 from kvx.verify.runner import VerifySettings, verify
+from kvx.vllm.settings import from_options
 
 FAILED = 1
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -147,6 +148,7 @@ def verify_command(
         )
     require_writable(report)
     where, options = read_places(places) if places is not None else ({}, {})
+    from_options(options)
     run = _run_settings(
         model,
         connector,

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvx.cli.files import read_object, require_writable, write_text
-from kvx.errors import DatasetError, EngineError
+from kvx.errors import DatasetError, EngineError, KVXError
 from kvx.page import page, size_text
 from kvx.picture import Comparison, EngineMap, comparisons, engine_map, engines_of
 from kvx.sizing import MIB
@@ -54,6 +54,8 @@ def _read(report: Path) -> tuple[tuple[EngineMap, ...], tuple[Comparison, ...]]:
     found = read_object(report, DatasetError, wanted=wanted, holds="a report of kvx verify is an object")
     try:
         return engines_of(found), comparisons(found)
+    except KVXError:
+        raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DatasetError(f"{report} is no report of kvx verify ({error!r}); give {wanted}") from None
 

@@ -34,7 +34,7 @@ from kvx.spec import dtype_bytes
 _out = Console()
 _SIZE = re.compile(r"([0-9.]+)\s*(B|KIB|MIB|GIB|TIB|KB|MB|GB|TB)?", re.IGNORECASE)
 _MOST_BYTES = 1 << 50
-_MOST_PROMPT_TOKENS = 1 << 24
+_MOST_PROMPT_TOKENS = 1 << 22
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": MIB, "GIB": GIB, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

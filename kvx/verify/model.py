@@ -66,7 +66,12 @@ def default_model() -> Path:
     target = default_model_folder()
     if (target / "config.json").is_file():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EngineError(
+            f"{target.parent} cannot be made ({error.strerror}); set KVX_CACHE_DIR, or give --model"
+        ) from None
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         command = [sys.executable, "-m", "kvx.verify.model", str(source), str(made)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from map_cases import report
 
 from kvx.cli import main
 
@@ -34,7 +36,7 @@ WRONG = {
     f"{PLAN} --layout XYZ": "use one of LBHNC",
     f"{PLAN} --dtype float7": "use one of float64",
     f"{PLAN} --tensor-parallel 7": "take a number of ranks that divides the heads",
-    f"{PLAN} --prompt-tokens 999999999999": "less than or equal to 16777216",
+    f"{PLAN} --prompt-tokens 999999999999": "less than or equal to 4194304",
     f"{PLAN} --max-model-len 99999999999": "lower the maximum model length",
     f"{PLAN} --server localhost": "for example 127.0.0.1:5600",
     f"{PLAN} --json {{folder}}": "name a file that can be",
@@ -45,7 +47,9 @@ WRONG = {
     "map {broken}": "give a file that kvx verify --report has written",
     "map {binary}": "give a file that kvx verify --report has written",
     "map {good}": "give a report that kvx verify --report has written",
-    "map {half}": "give a file that kvx verify --report has written",
+    "map {half}": "kvx map needs a report as it was written",
+    "map {answers}": "give a file that kvx verify --report has written",
+    "plan {weights} --device-memory 80GiB": "it is no safetensors file",
     "map --server localhost": "give the address of an engine's side channel",
     "map --server 127.0.0.1:99999": "use one of 1 to 65535",
     "map --server nowhere.invalid:5600": "use an address of a host",
@@ -55,6 +59,7 @@ WRONG = {
     f"{VERIFY} --dataset {{binary}}": "a gsm8k JSONL file is needed",
     f"{VERIFY} --few-shot {{broken}}": "one JSON object a line is needed",
     f"{VERIFY} --places {{broken}}": "--places needs a TOML file",
+    f"{VERIFY} --places {{options}}": "kv_connector_extra_config has no option nope; it has",
     f"{VERIFY} --dtype float7": "is none of float32",
     f"{VERIFY} --device tpu": "is none of cpu, cuda",
     f"{VERIFY} --device cuda": "leave it out",
@@ -115,8 +120,10 @@ def things(tmp_path: Path) -> Iterator[dict[str, str]]:
         "broken": b"{",
         "binary": b"\xff\xfe\x00",
         "empty": b"",
+        "options": b"[options]\nnope = 1\n",
         "list": b"[]",
         "half": b'{"engines": {"decode": {"cache": {"blocks_final": 1}}}}',
+        "answers": json.dumps({**report(), "answers": [{"question": 1}]}).encode(),
         "report": b'{"engines": {}}',
         "good": (Path(__file__).parent / "configs" / "SmolLM2-135M.json").read_bytes(),
     }
@@ -126,9 +133,12 @@ def things(tmp_path: Path) -> Iterator[dict[str, str]]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
         (tmp_path / name / "model.safetensors").write_text("weights")
-    (tmp_path / "folder").mkdir()
+    for name in ("folder", "weights"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "weights" / "config.json").write_bytes(contents["good"])
+    (tmp_path / "weights" / "model.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b'{"a": 1}')
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        made = {name: str(tmp_path / name) for name in (*contents, "model", "unreadable", "folder")}
+        made = {name: str(tmp_path / name) for name in (*contents, "model", "unreadable", "folder", "weights")}
         yield {**made, "port": str(taken.getsockname()[1])}
 
 
