@@ -9,7 +9,7 @@ MEMORY := $(addprefix tests/unit/test_,cache.py cache_machine.py driver_host.py 
 OTHERS := tests $(addprefix --ignore=,$(MEMORY))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-faults test-fuzz test-kit test-soak verify bench docs clean
+.PHONY: help setup check test test-extras test-faults test-fuzz test-kit test-soak verify bench docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ test-kit: setup ## All of the conformance kit, its table to build/kit.json; then
 test-faults: setup ## The table of faults, to build/faults.json, and what engines leave behind: needs root, and `ip` of iproute2
 	mkdir -p build
 	$(BIN)/python -m pytest -q -m faults --kvx-faults-json build/faults.json tests/faults tests/vllm
+
+test-extras: setup ## Each extra of the wheel in an empty environment, used from an empty folder: downloads some GB
+	$(BIN)/python scripts/try_extras.py
 
 test-soak: setup ## 10,000 hand-offs with aborts and kills over each connector, to build/soak.json: some minutes
 	mkdir -p build

@@ -9,10 +9,22 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvx.errors import TransferError
+from kvx.connector import Connector, Op
+from kvx.errors import ConnectorError, KVXError, TransferError
+from kvx.registry import connector_class
 
 DEADLINE_S = 60.0
 START_S = 120.0
+
+
+def reading_class(name: str) -> type[Connector]:
+    """The class of a connector that reads from another process. ConnectorError: it is not known, or it does not."""
+    found = connector_class(name)
+    if Op.READ not in found.capabilities.operations or not found.capabilities.reaches_processes:
+        raise ConnectorError(
+            f"connector {name} cannot read from another process, so nothing can be timed; take one that does, as ipc"
+        )
+    return found
 
 
 class Process:
@@ -71,4 +83,4 @@ def _serve(pipe: Connection, role: type[Any], arguments: Sequence[Any], environm
         except EOFError:
             return
         except Exception as error:  # noqa: BLE001  the parent raises it
-            pipe.send((False, f"{type(error).__name__}: {error}"))
+            pipe.send((False, str(error) if isinstance(error, KVXError) else f"{type(error).__name__}: {error}"))

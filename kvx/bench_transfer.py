@@ -22,13 +22,12 @@ import numpy.typing as npt
 import torch
 
 import kvx
-from kvx.bench_process import DEADLINE_S, Process
+from kvx.bench_process import DEADLINE_S, Process, reading_class
 from kvx.connector import Connector, Op, TransferState
 from kvx.drivers.select import driver_for
-from kvx.errors import ConnectorError, TransferError
+from kvx.errors import TransferError
 from kvx.plan import RUN_DTYPE, Runs
 from kvx.region import MemoryRegion
-from kvx.registry import connector_class
 from kvx.spread import spread
 from kvx.tensor import tensor_over
 from kvx.vmm import Reservation
@@ -102,9 +101,9 @@ def bench_transfer(
 ) -> dict[str, Any]:
     """The report: GB/s of each side and its ratios, case by case; `as_it_comes` gets what there is after each.
 
-    ConnectorError for an unknown connector.
+    ConnectorError: as `reading_class`.
     """
-    connector_class(settings.connector)
+    reading_class(settings.connector)
     sides = [CONNECTOR, *([RAW] if _raw_class(settings.connector) else []), MEMCPY]
     rows: list[dict[str, Any]] = []
     report = {
@@ -356,9 +355,7 @@ _ROLES: dict[str, type[_Reader]] = {CONNECTOR: _ConnectorReader, RAW: _RawReader
 
 def _opened(name: str, device: str, total_bytes: int, undo: ExitStack) -> tuple[Connector, torch.Tensor]:
     """An open connector over memory of its own, and the memory."""
-    found = connector_class(name)
-    if Op.READ not in found.capabilities.operations or not found.capabilities.reaches_processes:
-        raise ConnectorError(f"connector {name} cannot read from another process; there is nothing to time")
+    found = reading_class(name)
     reservation, memory = _memory(device, total_bytes, undo, shareable=found.capabilities.shares_memory)
     connector = found()
     connector.open([MemoryRegion(reservation.address, total_bytes, 0, reservation.mappings[0])], 1)

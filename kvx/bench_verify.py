@@ -17,7 +17,7 @@ import torch
 
 import kvx
 from kvx import door
-from kvx.bench_process import DEADLINE_S, Process
+from kvx.bench_process import DEADLINE_S, Process, reading_class
 from kvx.cache import ExtensibleKVCache
 from kvx.digest import request_digests
 from kvx.drivers.select import driver_for
@@ -59,10 +59,10 @@ class VerifySettings:
 def bench_verify(settings: VerifySettings) -> dict[str, Any]:
     """The report: bytes a second of both modes and their ratio, for each size of a run.
 
-    ConnectorError: the connector is unknown, or cannot be opened there. TransferError: a hand-off failed, or digests
-    were not compared.
+    ConnectorError: as `reading_class`, or the connector cannot be opened there. TransferError: a hand-off failed, or
+    digests were not compared.
     """
-    connector_class(settings.connector)
+    reading_class(settings.connector)
     device = torch.device(settings.device)
     return {
         "kvx": kvx.__version__,

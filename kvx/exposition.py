@@ -34,7 +34,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("kvx_transfer_descriptors", "counter", "Contiguous copies that hand-offs into this engine took."),
     Metric("kvx_handoffs_received", "counter", "Hand-offs into this engine that are complete.", "connector"),
     Metric("kvx_handoffs_failed", "counter", "Hand-offs into this engine that failed.", "cause"),
-    Metric("kvx_handoffs_unneeded", "counter", "Hand-offs that had nothing to move: decode had all of it."),
+    Metric(
+        "kvx_handoffs_unneeded",
+        "counter",
+        "Hand-offs with nothing to move: given up before, or decode had all.",
+    ),
     Metric("kvx_holds_released", "counter", "Requests whose blocks were kept for a reader that has read them."),
     Metric("kvx_holds_expired", "counter", "Requests whose lease ended before anybody had read their blocks."),
     Metric("kvx_leases_renewed", "counter", "Renewals of leases that this engine granted."),

@@ -309,7 +309,10 @@ def ask(host: str, port: int, message: Message, seal: RequestSeal, curve: Curve 
     data, nonce = seal.seal(message.sequence, encode(message))
     answers = exchange(host, port, [data], curve, timeout_s)
     if not answers:
-        raise HandshakeError(f"no answer from the side channel of {host}:{port} within {timeout_s:g} s")
+        raise HandshakeError(
+            f"no answer from the side channel of {host}:{port} within {timeout_s:g} s; give the side_channel_port of a "
+            "running engine, and its secret where it has one"
+        )
     return _reply_to(nonce, seal, answers[0], f"{host}:{port}")
 
 

@@ -16,6 +16,14 @@ from kvx.spec import round_up
 
 Json = Mapping[str, Any]
 WARM_UP = "warm-up, graph capture"
+_NUMBERS = (
+    "blocks_at_warmup",
+    "blocks_final",
+    "capacity_blocks",
+    "reserved_bytes",
+    "committed_bytes",
+    "registered_bytes",
+)
 NEAR_TOKENS = 6
 """Tokens that are shown on each side of the first one that differs."""
 
@@ -91,11 +99,16 @@ def engine_map(name: str, status: Json) -> EngineMap:
     """One engine.
 
     Raises:
-        DatasetError: a status without a cache in it, as that of an engine that is no vLLM with kvx.
+        DatasetError: a status without a cache in it, as that of an engine that is no vLLM with kvx; or without numbers.
     """
-    cache = status.get("cache")
+    cache = status.get("cache") if isinstance(status, Mapping) else None
     if not cache:
         raise DatasetError(f"{name} reports no cache; kvx map draws vLLM engines that run with kvx")
+    for field in _NUMBERS:
+        if not isinstance(cache.get(field), int) or (field == "capacity_blocks" and cache[field] < 1):
+            raise DatasetError(
+                f"{name} reports {field} = {cache.get(field)!r}; kvx map needs a report as it was written"
+            )
     return EngineMap(
         name=name,
         blocks_at_warmup=cache["blocks_at_warmup"],

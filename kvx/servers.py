@@ -179,7 +179,11 @@ class Servers:
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
-        self.logs.mkdir(parents=True, exist_ok=True)
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._scratch.cleanup()
+            raise EngineError(f"{self.logs} cannot be a folder for logs: {error.strerror}; give another") from error
         self._guard.open()
         if threading.current_thread() is threading.main_thread():
             for number in _STOPPING_SIGNALS:
@@ -316,11 +320,16 @@ def reachable(host: str) -> str:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` different ports that nothing listens on at this moment."""
+    """`count` different ports that nothing listens on at this moment. EngineError: the host is not this machine's."""
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
-            probe.bind((host, 0))
+            try:
+                probe.bind((host, 0))
+            except OSError as error:
+                raise EngineError(
+                    f"nothing can listen on host {host} ({error.strerror}); give an address of this machine"
+                ) from error
         return [int(probe.getsockname()[1]) for probe in probes]
 
 

@@ -158,9 +158,10 @@ def capacity_for(kv_bytes: int, block_strides_bytes: Sequence[int], granularity_
     """
     blocks = kv_bytes // sum(block_strides_bytes)
     if blocks < 1:
+        left = f"{kv_bytes} bytes" if kv_bytes >= 0 else f"no bytes ({-kv_bytes} too few)"
         raise SizingError(
-            f"{kv_bytes} bytes are left for the cache, and one block takes {sum(block_strides_bytes)}; "
-            "raise the budget, or use a smaller model"
+            f"{left} are left for the cache, and one block takes {sum(block_strides_bytes)}; raise the budget, "
+            "or use a smaller model"
         )
     return align_capacity(blocks, block_strides_bytes, granularity_bytes, up=True)
 

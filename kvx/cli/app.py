@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, NoReturn, get_args
 
 import typer
 from rich.console import Console
@@ -32,9 +33,12 @@ from kvx.verify.model import default_model, require_model_folder
 from kvx.verify.places import read_places
 from kvx.verify.questions import load_problems, own_problems, own_shots
 from kvx.verify.runner import VerifySettings, verify
+from kvx.vllm.settings import from_options
 
 FAILED = 1
+FULL = (errno.ENOSPC, errno.EDQUOT)
 DEFAULT_BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
+DTYPES = ("float32", "bfloat16", "float16")
 INJECTIONS = ("flip-byte", "swap-blocks", "stale")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -144,6 +148,7 @@ def verify_command(
         )
     require_writable(report)
     where, options = read_places(places) if places is not None else ({}, {})
+    from_options(options)
     run = _run_settings(
         model,
         connector,
@@ -240,12 +245,20 @@ def bench_pd_command(
 
 
 def run() -> None:
-    """Entry point: kvx's own errors end with one sentence and status 1, Ctrl-C with 130."""
+    """Entry point: kvx's own errors, and a full disk, end with one sentence and status 1, Ctrl-C with 130."""
     try:
         app()
     except KVXError as error:
-        _progress.print(f"kvx: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(FAILED)
+        _fail(str(error))
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _fail(f"{error.strerror} while writing {error.filename or 'the results'}; make room there, and run it again")
+
+
+def _fail(sentence: str) -> NoReturn:
+    _progress.print(f"kvx: {sentence}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(FAILED)
 
 
 def _words(engine_args: str) -> tuple[str, ...]:
@@ -259,7 +272,7 @@ def _gpu_names(gpus: str, device: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in gpus.split(",")) if gpus else ()
     if names and (device == "cpu" or len(names) != 2 or not all(names)):
         found = "engines on a CPU" if device == "cpu" else repr(gpus)
-        raise typer.BadParameter(f"{found}; two GPUs are needed, as 0,1", param_hint="--gpus")
+        raise typer.BadParameter(f"{found}; give two GPUs, as 0,1, or leave it out", param_hint="--gpus")
     return names
 
 
@@ -283,6 +296,8 @@ def _run_settings(
     chosen = device or installed
     if chosen not in DEFAULT_BLOCK_TOKENS:
         raise typer.BadParameter(f"{chosen!r} is none of {', '.join(DEFAULT_BLOCK_TOKENS)}", param_hint="--device")
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
     names = tuple(name.strip() for name in connector.split(",") if name.strip())
     if not names:
         raise typer.BadParameter("at least one name is needed, for example nixl", param_hint="--connector")
@@ -306,5 +321,10 @@ def _run_settings(
         gpus=_gpu_names(gpus, chosen),
         first_port=first_port,
     )
+    if chosen != installed:
+        raise typer.BadParameter(
+            f"{chosen!r}, but the vLLM installed here computes on {installed}; leave it out, or install the other one",
+            param_hint="--device",
+        )
     require_ports(run)
     return run

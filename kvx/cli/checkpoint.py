@@ -65,6 +65,13 @@ def _header(path: Path) -> dict[str, Any]:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{path} has no readable header: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or not all(_is_tensor(one) for name, one in found.items() if name != "__metadata__"):
         raise ModelError(f"{path} has no readable header; it is no safetensors file")
     return found
+
+
+def _is_tensor(found: Any) -> bool:
+    if not isinstance(found, dict) or not isinstance(found.get("dtype"), str):
+        return False
+    shape = found.get("shape")
+    return isinstance(shape, list) and all(isinstance(size, int) and size >= 0 for size in shape)

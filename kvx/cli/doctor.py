@@ -109,8 +109,10 @@ def _extra_config(config: str, connector: str | None, host: str | None, port: in
     try:
         text = Path(config[1:]).read_text(encoding="utf-8") if config.startswith("@") else config
         given = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="--config") from None
+    except OSError as error:
+        raise typer.BadParameter(f"{config[1:]}: {error.strerror}; give @FILE", param_hint="--config") from None
+    except ValueError as error:
+        raise typer.BadParameter(f"no JSON: {error}; give an object, or @FILE", param_hint="--config") from None
     if not isinstance(given, dict):
         raise typer.BadParameter("it needs a JSON object, as kv_connector_extra_config is one", param_hint="--config")
     if connector is not None:

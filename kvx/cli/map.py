@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvx.cli.files import read_object, require_writable
-from kvx.errors import DatasetError, EngineError
+from kvx.cli.files import read_object, require_writable, write_text
+from kvx.errors import DatasetError, EngineError, KVXError
 from kvx.page import page, size_text
 from kvx.picture import Comparison, EngineMap, comparisons, engine_map, engines_of
 from kvx.sizing import MIB
@@ -32,17 +32,12 @@ def map_command(
     Example: kvx map r.json --html r.html
     """
     if (report is None) == (not server):
-        raise typer.BadParameter("give a report of kvx verify, or --server HOST:PORT of a running engine")
+        found = "both are given" if server else "neither is given"
+        raise typer.BadParameter(f"{found}; give a report of kvx verify, or --server HOST:PORT of a running engine")
     require_writable(html)
     questions: tuple[Comparison, ...] = ()
     if report is not None:
-        found = read_object(
-            report,
-            DatasetError,
-            wanted="a file that kvx verify --report has written",
-            holds="a report of kvx verify is an object",
-        )
-        engines, questions = engines_of(found), comparisons(found)
+        engines, questions = _read(report)
     else:
         engines = tuple(engine_map(one, _status(one)) for one in server or ())
     for engine in engines:
@@ -50,8 +45,19 @@ def map_command(
     _tell(questions)
     if html is not None:
         title = report.name if report is not None else ", ".join(engine.name for engine in engines)
-        html.write_text(page(title, engines, questions), encoding="utf-8")
+        write_text(html, page(title, engines, questions))
         _out.print(f"written to {escape(str(html))}")
+
+
+def _read(report: Path) -> tuple[tuple[EngineMap, ...], tuple[Comparison, ...]]:
+    wanted = "a file that kvx verify --report has written"
+    found = read_object(report, DatasetError, wanted=wanted, holds="a report of kvx verify is an object")
+    try:
+        return engines_of(found), comparisons(found)
+    except KVXError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DatasetError(f"{report} is no report of kvx verify ({error!r}); give {wanted}") from None
 
 
 def _status(server: str) -> dict[str, Any]:
@@ -93,9 +99,9 @@ def _tell(questions: tuple[Comparison, ...]) -> None:
     _out.print(f"{len(questions) - len(differing)} of {len(questions)} answers identical")
     for one in questions:
         if one.is_identical and one.blame:
-            _out.print(f"[yellow]question {one.index}: computed again[/] {escape(one.blame)}")
+            _out.print(f"[yellow]question {one.index}: computed again[/]: {escape(one.blame)}")
     for one in differing[:10]:
         where = one.error or f"differs at token {one.differs_at}"
-        _out.print(f"[red]question {one.index}: {escape(where)}[/] {escape(one.blame)}")
+        _out.print(f"[red]question {one.index}: {escape(where)}[/]" + (f": {escape(one.blame)}" if one.blame else ""))
     if len(differing) > 10:
         _out.print(f"{len(differing) - 10} more")

@@ -34,6 +34,7 @@ def extend_command(
     from kvx import bench  # with torch, which takes seconds to import
 
     require_writable(json_file)
+    _require_devices(device or "cpu")
     found = bench.bench_extend(
         bench.ExtendSettings(
             device=device or _first_device(), total_bytes=int(gib * bench.GIB) or None, segments=segments, rounds=rounds
@@ -66,6 +67,7 @@ def bandwidth_command(
     from kvx import bench  # with torch, which takes seconds to import
 
     require_writable(json_file)
+    _require_devices(device or "cpu")
     found = bench.bench_bandwidth(
         bench.BandwidthSettings(device=device or _first_device(), buffer_bytes=mib << 20, pairs=pairs)
     )
@@ -96,6 +98,7 @@ def transfer_command(
     from kvx import bench_transfer as bench  # with torch, which takes seconds to import
 
     require_writable(json_file)
+    _require_devices(device, peer_device or device)
     sizes = [size << 10 for size in block or (4, 64, 1024)]
     if uneven := [size for size in sizes if (mib << 20) % size]:
         raise typer.BadParameter(f"{mib} MiB are no whole number of blocks of {uneven[0] >> 10} KiB")
@@ -130,6 +133,7 @@ def offload_command(
     from kvx import bench_offload as bench  # with torch, which takes seconds to import
 
     require_writable(json_file)
+    _require_devices(device or "cpu")
     sizes = [size << 10 for size in block or (32, 64, 256, 2048)]
     if uneven := [size for size in sizes if (mib << 20) % size]:
         raise typer.BadParameter(f"{mib} MiB are no whole number of blocks of {uneven[0] >> 10} KiB")
@@ -167,6 +171,7 @@ def verify_command(
     from kvx import bench_verify as bench  # with torch, which takes seconds to import
 
     require_writable(json_file)
+    _require_devices(device or "cpu", peer_device or "cpu")
     if (mib << 20) % bench.BLOCK_BYTES:
         raise typer.BadParameter(f"{mib} MiB are no whole number of blocks of {bench.BLOCK_BYTES >> 20} MiB")
     found = bench.bench_verify(
@@ -182,6 +187,20 @@ def verify_command(
         rates = [_spread(row["bytes_per_s"][mode], 1e-9) for mode in bench.MODES]
         table.add_row(row["case"], *rates, _spread(row["ratio"], 1), _spread(row["digest_bytes_per_s"], 1e-9))
     _out.print(table)
+
+
+def _require_devices(*names: str) -> None:
+    """Triggers of BadParameter: a name that is no device of kvx, a GPU that is not here."""
+    import torch
+
+    for name in names:
+        kind, _, index = name.partition(":")
+        if name != "cpu" and (kind != "cuda" or not (index or "0").isdecimal()):
+            raise typer.BadParameter(f"{name!r} is no device; name cpu, or cuda:0, cuda:1 ...", param_hint="--device")
+        if kind == "cuda" and int(index or 0) >= (here := torch.cuda.device_count()):
+            raise typer.BadParameter(
+                f"torch sees {here} GPUs here, and no {name}; name cpu, or one of them", param_hint="--device"
+            )
 
 
 def _first_device() -> str:

@@ -33,6 +33,8 @@ from kvx.spec import dtype_bytes
 
 _out = Console()
 _SIZE = re.compile(r"([0-9.]+)\s*(B|KIB|MIB|GIB|TIB|KB|MB|GB|TB)?", re.IGNORECASE)
+_MOST_BYTES = 1 << 50
+_MOST_PROMPT_TOKENS = 1 << 22
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": MIB, "GIB": GIB, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -59,7 +61,9 @@ def plan_command(
         int | None, typer.Option(min=0, help="MiB of context and workspaces, instead of the guess.")
     ] = None,
     weights_mib: Annotated[int | None, typer.Option(min=0, help="MiB of all weights, instead of counting.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request whose hand-off is planned.")] = 2048,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, max=_MOST_PROMPT_TOKENS, help="Tokens of the request whose hand-off is planned.")
+    ] = 2048,
     peer_block_size: Annotated[int | None, typer.Option(min=1, help="The other side's, where it differs.")] = None,
     peer_layout: Annotated[str, typer.Option(help="The other side's, where it differs.")] = "",
     peer_tensor_parallel: Annotated[int | None, typer.Option(min=1, help="The other side's.")] = None,
@@ -132,7 +136,13 @@ def _bytes(text: str) -> int:
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise typer.BadParameter(f"{text!r} is no size; write it as 80GiB or 141GB", param_hint="--device-memory")
-    return int(float(found[1]) * _UNITS[(found[2] or "GIB").upper()])
+    try:
+        size = float(found[1]) * _UNITS[(found[2] or "GIB").upper()]
+    except ValueError:
+        size = -1.0
+    if not 0 < size <= _MOST_BYTES:
+        raise typer.BadParameter(f"{text!r} is no memory of a device; write it as 80GiB", param_hint="--device-memory")
+    return int(size)
 
 
 def _first_gpu_bytes() -> int:
@@ -156,7 +166,9 @@ def _measured_ledger(server: str) -> list[dict[str, Any]]:
 
     host, _, port = server.rpartition(":")
     if not host or not port.isdigit():
-        raise typer.BadParameter(f"{server!r} is no HOST:PORT of a side channel", param_hint="--server")
+        raise typer.BadParameter(
+            f"{server!r} is no HOST:PORT of a side channel; for example 127.0.0.1:5600", param_hint="--server"
+        )
     found = request_status(host.strip("[]"), int(port))
     ledger: list[dict[str, Any]] = found.get("cache", {}).get("ledger", [])
     if not ledger:

@@ -17,7 +17,7 @@ from kvx.doctor.process import Failed, HalfProcess, Opened
 from kvx.engine_side import HandoffSettings
 from kvx.errors import ConnectorError
 from kvx.peer import PeerDescriptor
-from kvx.registry import AUTO, AUTO_ORDER, may_be_missing
+from kvx.registry import AUTO, AUTO_ORDER, known_connectors, may_be_missing
 from kvx.secret import Secret
 from kvx.vllm.settings import from_options
 
@@ -97,6 +97,8 @@ class _Diagnosis:
         yield from self._compare()
         if self._options.moves:
             yield from self._move()
+        else:
+            yield from self._look_at_names()
 
     def _look_at_settings(self) -> Iterator[Finding]:
         try:
@@ -173,6 +175,16 @@ class _Diagnosis:
                 yield fit.check_wanted(*engine, self._options.wanted, connectors, self._settings.verify)
             for other in engines[index + 1 :]:
                 yield fit.check_pair(engine, other)
+
+    def _look_at_names(self) -> Iterator[Finding]:
+        """Where nothing is started, a connector is at least to be known."""
+        known = known_connectors()
+        for name in _named(self._settings.connectors):
+            if name not in known:
+                yield error(
+                    f"connector {name}", "no connector of this name is installed",
+                    "an engine with it ends at its start", f"use one of {', '.join(known)}, or install its package",
+                )  # fmt: skip
 
     def _move(self) -> Iterator[Finding]:
         if not self._may_move:

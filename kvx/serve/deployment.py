@@ -13,6 +13,7 @@ from typing import Any
 from kvx.engine_settings import EngineSettings, bridge
 from kvx.errors import EngineError
 from kvx.layout import KVCacheLayout, require_block_compact
+from kvx.registry import connector_classes
 from kvx.secret import FILE as SECRET_FILE
 from kvx.serve import router as routers
 from kvx.serve.devices import deal_out, visible_devices
@@ -75,7 +76,7 @@ def plan(options: ServeOptions, *, only_printed: bool = False) -> Deployment:
 
     Triggers of EngineError: no known vLLM, no model, a port that is taken, a router that is wanted but not installed,
     engines that share a GPU without a size, hosts elsewhere without what protects them. LayoutError: a layout that
-    connectors cannot move.
+    connectors cannot move. ConnectorError: a connector that is not known or not installed here.
     """
     elsewhere = bool(options.prefill_hosts)
     if elsewhere and not only_printed:
@@ -83,6 +84,8 @@ def plan(options: ServeOptions, *, only_printed: bool = False) -> Deployment:
     if elsewhere:
         _require_protection(options)
     device = require_vllm(options.device, only_printed=only_printed)
+    if not only_printed:
+        connector_classes(options.connectors)
     if options.layout is not None:
         require_block_compact(KVCacheLayout.parse(options.layout))
     wants_router = _wants_router(options, only_printed)

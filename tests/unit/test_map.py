@@ -75,9 +75,9 @@ def test_the_terminal_shows_the_picture(tmp_path: Path) -> None:
     assert "40 blocks at warm-up -> 900, addresses for 1,000; 50 held" in result.output
     assert "███▓▓▓" in result.output
     assert "▓······" in result.output
-    assert "question 1: differs at token 20 block 8 of the prompt" in result.output
+    assert "question 1: differs at token 20: block 8 of the prompt" in result.output
     assert "10 of 13 answers identical" in result.output
-    assert "question 11: computed again block 0 of the prompt" in result.output
+    assert "question 11: computed again: block 0 of the prompt" in result.output
     assert "\x1b" not in result.output
 
 

@@ -49,7 +49,7 @@ def test_nothing_said_is_here(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("[prefill", "cannot be read as TOML"),
+        ("[prefill", "--places needs a TOML file"),
         ("[router]", "has 'router', which kvx does not know; it knows prefill, decode, options"),
         ("prefill = 3", "has prefill = 3; it needs a table"),
         ("[decode]\nport = 1", "has 'port' in [decode], which kvx does not know; it knows prefix, host"),

@@ -63,6 +63,7 @@ def test_a_hand_off_moves_each_metric_by_the_right_amount(prom: Any) -> None:
     received(metrics, 0.04)
     metrics.failure("timeout")
     metrics.refuse("forged")
+    metrics.internal_errors += 1
     second = stats.take(metrics, 1, lambda: 3, 1, {"stores": 7, "failed": 1, "digests_checked": 5})
     assert second is not None
     prom.observe(second.to_dict(), 1)
@@ -70,7 +71,9 @@ def test_a_hand_off_moves_each_metric_by_the_right_amount(prom: Any) -> None:
     assert value("kvx_handoffs_received_total", 1, connector="nixl") == 2
     assert value("kvx_handoffs_failed_total", 1, cause="timeout") == 1
     assert value("kvx_side_channel_refused_total", 1, cause="forged") == 1
+    assert value("kvx_internal_errors_total", 1) == 1
     assert value("kvx_offload_stores_total", 1) == 7
+    assert value("kvx_offload_failed_total", 1) == 1
     assert value("kvx_digests_checked_total", 1) == 5
     assert value("kvx_handoff_seconds_count", 1) == 2
     assert value("kvx_handoff_seconds_sum", 1) == pytest.approx(0.06)

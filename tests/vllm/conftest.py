@@ -7,17 +7,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kvx.handshake import request_status
 from kvx.servers import Server, Servers
 from kvx.verify import engines
-from kvx.verify.client import Answer, Ask, Client
+from kvx.verify.client import ASK_FOR_HOLD, Answer, Ask, Client
 from kvx.verify.model import default_model
 
 PROBE = Path(__file__).with_name("engine_probe.py")
@@ -80,6 +82,19 @@ class RunningPair:
         """The same request, prefilled by one engine and decoded by the other."""
         return self.client.ask_pair(self.prefill.url, self.decode.url, ask)
 
+    def held(self, url: str, ask: Ask) -> dict[str, Any]:
+        """The `kv_transfer_params` of one engine's prefill, whose blocks it keeps from now on."""
+        answer = httpx.post(
+            f"{url}/v1/completions", json=ask.body(kv_transfer_params=ASK_FOR_HOLD, max_tokens=1), timeout=60
+        )
+        params: dict[str, Any] = answer.raise_for_status().json()["kv_transfer_params"]
+        return params
+
+    def moves(self, url: str) -> Callable[[str], float]:
+        """How much a metric of one engine has grown since this call."""
+        before = self.client.counters(url)
+        return lambda name: self.client.counters(url).get(name, 0) - before.get(name, 0)
+
     def decode_status(self) -> dict[str, Any]:
         return request_status(engines.HOST, self.sides.decode_side_port)
 
@@ -99,3 +114,10 @@ def start_pair(run: engines.RunSettings, logs: Path, *, batched_tokens: int) -> 
             yield RunningPair(prefill, decode, pair, client)
         finally:
             client.close()
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
+    ends = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < ends, "it did not happen in time"
+        time.sleep(0.02)

@@ -1,4 +1,7 @@
-"""A hand-off that fails on real servers: one computes the prompt itself, one ends the request, both go on."""
+"""A hand-off that fails on real servers: one computes the prompt itself, one ends the request, both go on.
+
+And the metrics of what must not happen, for each thing that is brought about once.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,42 @@ import httpx
 import pytest
 
 from kvx.engine_settings import EngineSettings
-from kvx.handshake import request_status
+from kvx.handshake import Renew, Renewed, decode_reply, encode, exchange, request_status
 from kvx.servers import Servers
 from kvx.verify import engines
 from kvx.verify.client import Ask, Client
+from kvx.verify.offload import block_bytes
 
-from .conftest import RunningPair
+from .conftest import RunningPair, wait_until
 from .test_handoff import ask, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 DEADLINE_S = 2.0
+LEASE_S = 4.0
+HOST_BLOCKS = 3
+FAULTY = {"connectors": ["nixl", "cpu_offload"], "inject": "flip-byte"}
 
 
-def with_policy(engine: EngineSettings, policy: str) -> EngineSettings:
+def with_policy(engine: EngineSettings, policy: str, **more: Any) -> EngineSettings:
     assert engine.kv_transfer is not None
     extra = engine.kv_transfer["kv_connector_extra_config"]
-    extra = {**extra, "failure_policy": policy, "transfer_deadline_s": DEADLINE_S}
+    extra = {**extra, "failure_policy": policy, "transfer_deadline_s": DEADLINE_S, "lease_s": LEASE_S, **more}
     return replace(engine, kv_transfer={**engine.kv_transfer, "kv_connector_extra_config": extra})
 
 
 @pytest.fixture(scope="module")
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPair]:
-    """Decode recomputes; prefill, of which the tests ask for hand-offs too, fails."""
+    """Decode recomputes; prefill, of which the tests ask for hand-offs too, fails.
+
+    Prefill offloads to very few host blocks, and changes a byte of the first hand-off that it gets.
+    """
     run = engines.RunSettings(model=model, max_model_len_tokens=1536, explicit_blocks=24)
     sides = engines.kvx_pair(run, digests=True)
     with Servers(tmp_path_factory.mktemp("policies")) as servers:
-        prefill = servers.start(with_policy(sides.prefill, "fail"))
+        prefill = servers.start(
+            with_policy(sides.prefill, "fail", **FAULTY, offload_bytes=HOST_BLOCKS * block_bytes(run))
+        )
         decode = servers.start(with_policy(sides.decode, "recompute"))
         servers.wait_healthy()
         client = Client()
@@ -119,3 +131,43 @@ def test_params_that_lead_nowhere_end_as_the_policy_says(pair: RunningPair) -> N
     for status in (pair.decode_status(), pair.prefill_status()):
         assert status["transfer"]["failures"]["malformed_params"] == 1
     assert "kv_transfer_params.remote_port is empty, needs int" in pair.decode.log.read_text()
+
+
+def test_the_metrics_of_a_hold_that_nobody_reads(pair: RunningPair) -> None:
+    """It is renewed as often as it is asked for, and expires; a message that is none is refused."""
+    moved, port = pair.moves(pair.prefill.url), pair.sides.prefill_side_port
+    name = pair.held(pair.prefill.url, ask("unread", tokens(200, seed=4)))["remote_request_id"]
+    wait_until(lambda: (moved("kvx_holds"), moved("kvx_held_blocks")) == (1, 2))
+    asked = [encode(Renew(sequence=number, request_id=name)) for number in range(3)]
+    answers = exchange(engines.HOST, port, [*asked, b"garbage"], None, 5.0)
+    assert [type(decode_reply(answer)) for answer in answers[:3]] == [Renewed] * 3
+    wait_until(lambda: moved("kvx_holds_expired_total") == 1)
+    wait_until(lambda: moved("kvx_holds") == moved("kvx_held_blocks") == 0)
+    assert moved("kvx_leases_renewed_total") == 3
+    assert moved("kvx_side_channel_refused_total{cause=malformed}") == 1
+    assert moved("kvx_holds_released_total") == 0
+
+
+def test_the_metrics_of_a_digest_that_differs(pair: RunningPair) -> None:
+    """One byte of one head of one token, and the policy that ends the request."""
+    moved = pair.moves(pair.prefill.url)
+    wanted = ask("changed", tokens(200, seed=5))
+    assert "500" in pair.client.ask_pair(pair.decode.url, pair.prefill.url, wanted).error
+    wait_until(lambda: moved("kvx_handoffs_failed_total{cause=digest_mismatch}") == 1)
+    assert moved("kvx_digests_mismatched_total") == 1
+    assert moved("kvx_handoffs_received_total{connector=nixl}") == 0
+    again = ask("unchanged", tokens(200, seed=6))
+    assert pair.client.ask_pair(pair.decode.url, pair.prefill.url, again).tokens == pair.single(again).tokens
+    wait_until(lambda: moved("kvx_handoffs_received_total{connector=nixl}") == 1)
+    assert moved("kvx_digests_mismatched_total") == 1
+
+
+def test_the_metrics_of_blocks_that_host_memory_has_no_room_for(pair: RunningPair) -> None:
+    """Five full blocks at once, of which host memory takes as many as it has, in place of all that it had."""
+    assert not pair.single(ask("before", tokens(HOST_BLOCKS * 128 + 1, seed=7))).error
+    moved = pair.moves(pair.prefill.url)
+    assert not pair.single(ask("stored", tokens(700, seed=8))).error
+    wait_until(lambda: moved("kvx_offload_stores_total") == HOST_BLOCKS)
+    assert moved("kvx_offload_evictions_total") == HOST_BLOCKS
+    assert moved("kvx_offload_refused_total") == 700 // 128 - HOST_BLOCKS
+    assert moved("kvx_offload_failed_total") == 0

@@ -7,9 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -19,18 +19,19 @@ import torch
 from kvx.verify.client import Ask
 from kvx.verify.engines import RunSettings
 
-from .conftest import RunningPair, start_pair
+from .conftest import RunningPair, start_pair, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 POOL_BLOCKS = 24
 CHUNK_TOKENS = 64
+SEQUENCES = 8
 PROMPTS = ["one token", "one block", "one block and one", "a thousand"]
 
 
 @pytest.fixture(scope="module")
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPair]:
-    run = RunSettings(model=model, max_model_len_tokens=1536, explicit_blocks=POOL_BLOCKS)
+    run = RunSettings(model=model, max_model_len_tokens=1536, explicit_blocks=POOL_BLOCKS, max_num_seqs=SEQUENCES)
     yield from start_pair(run, tmp_path_factory.mktemp("pair"), batched_tokens=CHUNK_TOKENS)
 
 
@@ -110,6 +111,43 @@ def test_the_metrics_of_one_request(pair: RunningPair) -> None:
     assert decode["kvx_generation"] == 1
 
 
+def test_the_metrics_of_hand_offs_that_wait_for_their_turn(pair: RunningPair) -> None:
+    """Decode has as many requests as it runs at a time. Of two hand-offs that wait, one is given up and one is read.
+
+    A hold is renewed after a second of waiting, and the next time after a third of its lease, which is 30 s.
+    """
+    url = pair.decode.url
+    prefill, decode = pair.moves(pair.prefill.url), pair.moves(url)
+    with httpx.Client(timeout=120) as http, ExitStack() as others:
+
+        def stream(wanted: Ask, **more: object) -> Iterator[str]:
+            body = wanted.body(stream=True, **more)
+            with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+                yield str(response.status_code)
+                yield from response.iter_lines()
+
+        for index in range(SEQUENCES):
+            other = stream(ask(f"runs {index}", tokens(8, seed=400 + index), max_tokens=360))
+            others.callback(other.close)
+            assert next(other) == "200"
+        wait_until(lambda: pair.client.counters(url)["vllm:num_requests_running"] == SEQUENCES)
+        given_up, read = (
+            stream(wanted, kv_transfer_params=pair.held(pair.prefill.url, wanted))
+            for wanted in (ask(f"waits {seed}", tokens(200, seed=seed)) for seed in (411, 412))
+        )
+        assert next(given_up) == next(read) == "200"
+        wait_until(lambda: prefill("kvx_leases_renewed_total") == 2)
+        given_up.close()
+        wait_until(lambda: decode("kvx_handoffs_unneeded_total") == 1)
+        wait_until(lambda: prefill("kvx_holds_released_total") == 1)
+        others.close()
+        assert "data: [DONE]" in list(read)
+    wait_until(lambda: prefill("kvx_holds_released_total") == 2)
+    assert (prefill("kvx_leases_renewed_total"), prefill("kvx_holds_expired_total")) == (2, 0)
+    assert (decode("kvx_handoffs_unneeded_total"), decode("kvx_transfer_blocks_total")) == (1, 2)
+    assert decode("kvx_handoffs_received_total{connector=nixl}") == 1
+
+
 def test_promtool_has_nothing_to_say_against_the_metrics(pair: RunningPair) -> None:
     promtool = shutil.which("promtool") or Path(sys.executable).with_name("promtool")
     text = httpx.get(f"{pair.decode.url}/metrics").text
@@ -153,13 +191,6 @@ def test_a_request_that_prefill_preempted_is_handed_off_right(pair: RunningPair)
 def requests_inside(pair: RunningPair) -> float:
     counters = pair.client.counters(pair.prefill.url)
     return counters["vllm:num_requests_running"] + counters["vllm:num_requests_waiting"]
-
-
-def wait_until(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
-    ends = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < ends, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def test_every_hold_was_freed(pair: RunningPair) -> None:
