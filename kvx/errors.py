@@ -95,13 +95,20 @@ class Crowded(ConnectorError):
     cause = "crowded"
 
 
+START_ALIKE = "start both engines alike"
+
+
 class PeerMismatch(ConnectorError):
-    """The two engines cannot exchange KV: `field` differs, `ours` here and `theirs` there."""
+    """The two engines cannot exchange KV: `field` differs, `ours` here and `theirs` there.
+
+    Where several do, `field` names all of them, and `text` has a line for each.
+    """
 
     cause = "refused"
 
-    def __init__(self, field: str, ours: object, theirs: object, what_to_do: str = "start both engines alike") -> None:
-        super().__init__(f"{field} differs: here {ours!r}, at the peer {theirs!r}; {what_to_do}")
+    def __init__(self, field: str, ours: object, theirs: object, what_to_do: str = START_ALIKE, text: str = "") -> None:
+        super().__init__(text or f"{field} differs: here {ours!r}, at the peer {theirs!r}; {what_to_do}")
+        self.what_to_do = what_to_do
         self.field = field
         self.ours = ours
         self.theirs = theirs

@@ -25,7 +25,7 @@ from kvx.connector import Connector, ConnectorState
 from kvx.curve import Curve
 from kvx.digest_check import sampled_blocks, sampled_ranges
 from kvx.engine_side import EngineSide, Failure, HandoffEvents, HandoffSettings, Pull, Waiting
-from kvx.errors import ConnectorStateError, Crowded, KVXError, LayoutError
+from kvx.errors import ConnectorStateError, Crowded, HandshakeError, KVXError, LayoutError, PeerDead
 from kvx.geometry import GroupGeometry
 from kvx.handshake import Message, RefusedMessage
 from kvx.holder import Holder, OnFetch
@@ -432,10 +432,10 @@ class HandoffWorker:
         except RefusedMessage as error:
             self._side.metrics.refuse(error.cause)
             logger.warning("a reply of engine %s:%s is not taken: %s", link.host, link.port, reason_of(error))
-            self._puller.on_link_lost(link, f"engine {link.host}:{link.port}: {reason_of(error)}")
+            self._puller.on_link_lost(link, HandshakeError(f"engine {link.host}:{link.port}: {reason_of(error)}"))
             return
         if why := link.why_lost():
-            self._puller.on_link_lost(link, why)
+            self._puller.on_link_lost(link, PeerDead(why))
 
     def _poll_connectors(self) -> None:
         """Also in CLOSED: what its closing ended still has to be told."""

@@ -1,7 +1,8 @@
 """The side channel's messages: msgpack, versioned, size-limited, decoded strictly into these types and no others.
 
-Reader and owner: the reader asks HELLO once, then for each hand-off CLAIM, DIGESTS (when verifying) and RELEASE;
-RENEW as long as a request waits or is being read. FETCH is for `kvx doctor` alone.
+Reader and owner: the reader asks HELLO once, and answers with DECLINED where the two do not fit; then for each hand-off
+CLAIM, DIGESTS (when verifying) and RELEASE; RENEW as long as a request waits or is being read. FETCH is for
+`kvx doctor` alone.
 Block ids come from the owner's claim reply, never from what passed through an HTTP client. Where engines share a
 secret, each message travels in a signed envelope (`kvx.seal`).
 """
@@ -76,6 +77,13 @@ class Welcome(Message):
     verify: VerifyMode
     digest: Text
     connectors: Annotated[dict[Text, bytes], msgspec.Meta(max_length=MOST_CONNECTORS)]
+
+
+class Declined(Message):
+    """The reader does not fit what the owner said of itself, and why: for the owner's log. Has no reply."""
+
+    engine_id: Text
+    reason: Text
 
 
 class Claim(Message):
@@ -181,7 +189,7 @@ class Refused(Message):
     cause: Text = ""
 
 
-Request = Hello | Claim | Renew | Digests | Release | Fetch | Status
+Request = Hello | Declined | Claim | Renew | Digests | Release | Fetch | Status
 Reply = Welcome | Claimed | Renewed | DigestPage | Fetched | StatusReply | Refused
 T = TypeVar("T")
 # What a refusal is to the reader, by its `cause`; any other is a HandshakeError.

@@ -12,6 +12,7 @@ from kvx.errors import Crowded, HandshakeError, KVXError, TicketRefused
 from kvx.handshake import (
     REFUSALS,
     Claim,
+    Declined,
     Digests,
     Fetch,
     Fetched,
@@ -129,7 +130,7 @@ class Holder:
                 self._stale.append((hold, self._side.clock() + inject.STALE_WAIT_S))
 
     def answer(self, sender: bytes, request: Request | RefusedMessage) -> None:
-        """Every request but RELEASE gets a reply, if only a refusal."""
+        """Every request but RELEASE and DECLINED gets a reply, if only a refusal."""
         if isinstance(request, RefusedMessage):
             self._refuse(sender, request)
             return
@@ -157,6 +158,8 @@ class Holder:
             case Hello():
                 self.setup_until = now + SETUP_S
                 self._send(sender, welcome(request.sequence, self._side.describe()))
+            case Declined():
+                self._declined(request)
             case Claim():
                 self._check_ticket(request)
                 self._table.claim(sender, request, now)
@@ -172,6 +175,14 @@ class Holder:
                 self._fetch(sender, request)
             case _:
                 self._send(sender, StatusReply(sequence=request.sequence, status=self._status()))
+
+    def _declined(self, declined: Declined) -> None:
+        """Ours is the side that prefills: who looks at its log learns as much as who looks at the reader's."""
+        count = self._side.metrics.refuse("mismatch")
+        if is_logged(count):
+            heading, *lines = [line.strip() for line in declined.reason.splitlines()] or [""]
+            reason = f"{heading} {'; '.join(lines)}".strip()
+            logger.warning("engine %r cannot read from this one (no. %d): %r", declined.engine_id, count, reason)
 
     def _fetch(self, sender: bytes, ask: Fetch) -> None:
         """HandshakeError: this engine is no half of a diagnosis."""

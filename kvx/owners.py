@@ -10,10 +10,10 @@ from kvx.addresses import Resolver, numeric_address
 from kvx.connector import Connector, Op
 from kvx.engine_side import EngineSide
 from kvx.errors import ConnectorError, Crowded, HandshakeError, KVXError, PeerMismatch
-from kvx.handshake import Release, Welcome, descriptor
+from kvx.handshake import Declined, Release, Welcome, descriptor
 from kvx.peer import Peer, PeerDescriptor, require_compatible
 from kvx.pull_state import ActivePull, Owner
-from kvx.sidechannel import Link
+from kvx.sidechannel import Link, reason_of
 
 logger = logging.getLogger(__name__)
 # How long an owner waits for its release after our engine has been told: on few cores, all that the release sets off
@@ -99,11 +99,20 @@ class Owners:
     def connect(self, owner: Owner, welcome: Welcome) -> None:
         """PeerMismatch or LayoutError when the two engines cannot exchange KV; HandshakeError on bad metadata."""
         theirs = descriptor(welcome)
-        require_compatible(self._side.describe(), theirs)
+        bridged = require_compatible(self._side.describe(), theirs)
         candidates = self._candidates(theirs)
         self.disconnect(owner)
         owner.connector, owner.peer = _connected(candidates, theirs)
         owner.descriptor = theirs
+        if bridged:
+            logger.info("engine %s differs: %s", theirs.info.engine_id, "; ".join(map(str, bridged)))
+
+    def decline(self, owner: Owner, why: PeerMismatch) -> None:
+        """Tell the engine why it is not read."""
+        try:
+            owner.link.tell(Declined(sequence=0, engine_id=self._side.info.engine_id, reason=reason_of(why)))
+        except Crowded as error:
+            logger.warning("engine %s:%s is not told why it is not read: %s", *owner.place, error)
 
     def disconnect(self, owner: Owner) -> None:
         """Forget what the engine said; its transfers in flight are cancelled."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvx.compare import Difference, group_differences, head_difference, require_equal
 from kvx.errors import LayoutError
 from kvx.geometry import GroupGeometry
+from kvx.layout import KVCacheLayout
 
 Int64s = npt.NDArray[np.int64]
 MOST_BYTES = 1 << 62
@@ -22,12 +23,16 @@ _MOST_BUCKETS = 1 << 18
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who an engine's rank is, and what must be equal for two engines to exchange KV."""
+    """Who an engine's rank is, and what must be equal for two engines to exchange KV.
+
+    `speculation`: of a drafter that keeps KV of its own, which then is handed off with the model's; empty without one.
+    """
 
     engine_id: str
     model: str
     dtype: str
     kv_cache_dtype: str
+    speculation: str = ""
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
@@ -37,7 +42,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 VerifyMode = Literal["off", "sample", "all"]
 _MODES = get_args(VerifyMode)
 # Ranks and tensor parallel sizes may differ, where one owner holds all heads of the reader.
-COMPARED_FIELDS = ("model", "dtype", "kv_cache_dtype", "pp_rank", "pp_size")
+COMPARED_FIELDS = ("model", "dtype", "kv_cache_dtype", "speculation", "pp_rank", "pp_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,33 +69,72 @@ class PeerDescriptor:
         return self.instance, self.generation
 
 
-def require_compatible(ours: PeerDescriptor, theirs: PeerDescriptor) -> None:
-    """PeerMismatch naming every field in which two engines differ and must not; ours is the one that reads.
+def require_compatible(ours: PeerDescriptor, theirs: PeerDescriptor) -> list[Difference]:
+    """In what two engines differ and may; ours is the one that reads. PeerMismatch names all, where one must not.
 
     All of our heads must be among theirs: one owner is read, and heads that it lacks would stay as they were.
     """
-    differences = [Difference(name, getattr(ours.info, name), getattr(theirs.info, name)) for name in COMPARED_FIELDS]
+    found = [Difference(name, getattr(ours.info, name), getattr(theirs.info, name)) for name in COMPARED_FIELDS]
     our_groups, their_groups = ([group.name for group in side.groups] for side in (ours, theirs))
-    differences.append(Difference("layer groups", our_groups, their_groups))
-    found = [item for item in differences if item.ours != item.theirs]
+    found.append(Difference("layer groups", our_groups, their_groups))
     if our_groups == their_groups:
-        for our_group, their_group in zip(ours.groups, theirs.groups, strict=True):
-            found += _differences_of(our_group, their_group)
-        heads = [head_difference(our.heads, their.heads) for our, their in zip(ours.groups, theirs.groups, strict=True)]
-        if missing := [item for item in heads if item is not None]:
-            found.append(missing[0])
-            if ours.info.tp_size != theirs.info.tp_size:
-                found.append(Difference("tp_size", ours.info.tp_size, theirs.info.tp_size))
-    if _MODES.index(ours.verify) > _MODES.index(theirs.verify):
-        found.append(Difference("verify", ours.verify, theirs.verify))
-    if ours.verify != "off" and ours.digest != theirs.digest:
-        found.append(Difference("digest", ours.digest, theirs.digest, "use one version of kvx, or set verify to off"))
+        pairs = list(zip(ours.groups, theirs.groups, strict=True))
+        found += _differences_of_groups(pairs)
+        found += _differences_of_ranks(ours, theirs, pairs)
+    found.append(_layouts(ours, theirs))
+    takes_fewer = _MODES.index(ours.verify) > _MODES.index(theirs.verify)
+    found.append(Difference("verify", ours.verify, theirs.verify, is_bridged=not takes_fewer))
+    found.append(
+        Difference(
+            "digest",
+            ours.digest,
+            theirs.digest,
+            "use one version of kvx, or set verify to off",
+            is_bridged=ours.verify == "off",
+        )
+    )
+    our_names, their_names = (", ".join(sorted(side.connectors)) for side in (ours, theirs))
+    common = bool(set(ours.connectors) & set(theirs.connectors))
+    found.append(
+        Difference("connectors", our_names, their_names, "configure one connector that both have", is_bridged=common)
+    )
+    found = [item for item in found if item.ours != item.theirs]
     require_equal(found)
+    return found
 
 
-def _differences_of(ours: GroupGeometry, theirs: GroupGeometry) -> list[Difference]:
-    """With the group's name: an engine may have several."""
-    return [replace(item, field=f"{item.field} of layer group {ours.name}") for item in group_differences(ours, theirs)]
+def _differences_of_groups(pairs: Sequence[tuple[GroupGeometry, GroupGeometry]]) -> list[Difference]:
+    """With the names of their groups: an engine may have several, which differ alike."""
+    groups: dict[Difference, list[str]] = {}
+    for ours, theirs in pairs:
+        for item in group_differences(ours, theirs):
+            groups.setdefault(item, []).append(ours.name)
+    return [
+        replace(item, field=f"{item.field} of layer group{'s' if len(names) > 1 else ''} {', '.join(names)}")
+        for item, names in groups.items()
+    ]
+
+
+def _differences_of_ranks(
+    ours: PeerDescriptor, theirs: PeerDescriptor, pairs: Sequence[tuple[GroupGeometry, GroupGeometry]]
+) -> list[Difference]:
+    """The first heads that are missing, or that are only some of theirs, and the tensor parallel sizes behind it."""
+    heads = [item for pair in pairs if (item := head_difference(pair[0].heads, pair[1].heads)) is not None]
+    first = min(heads, key=lambda item: item.is_bridged, default=None)
+    is_bridged = first is None or first.is_bridged
+    sizes = Difference("tp_size", ours.info.tp_size, theirs.info.tp_size, is_bridged=is_bridged)
+    return [sizes] if first is None else [first, sizes]
+
+
+def _layouts(ours: PeerDescriptor, theirs: PeerDescriptor) -> Difference:
+    known = [layout.name for layout in KVCacheLayout if layout.is_block_compact]
+    return Difference(
+        "layout",
+        ours.layout,
+        theirs.layout,
+        f"each page has to be one run of bytes, as in {', '.join(known)}",
+        is_bridged={ours.layout, theirs.layout} <= set(known),
+    )
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from kvx.engine_side import EngineSide, Pull, Waiting
 from kvx.errors import (
     ConnectorStateError,
     Crowded,
+    HandshakeError,
     KVXError,
     LeaseExpired,
-    PeerDead,
     PeerMismatch,
     StaleGeneration,
     TransferCancelled,
@@ -127,13 +127,13 @@ class Puller:
         else:
             self._guard(pull, self._move_on)
 
-    def on_link_lost(self, link: Link, why: str) -> None:
-        """The owner's process ended, or closed the connection: nothing that is still to come will come."""
+    def on_link_lost(self, link: Link, why: HandshakeError) -> None:
+        """The owner's process ended, closed the connection or is not understood: nothing more will come."""
         owner = self._owners.of_link(link)
         if owner is None:
             return
         self._heartbeat.lose(owner)
-        self._fail_each(owner.pulls, PeerDead(why))
+        self._fail_each(owner.pulls, why)
         self._owners.remove(owner)
 
     def tick(self, now: float) -> None:
@@ -219,6 +219,8 @@ class Puller:
         try:
             self._owners.connect(owner, expect(reply, Welcome))
         except KVXError as error:
+            if isinstance(error, PeerMismatch):
+                self._owners.decline(owner, error)
             self._fail_each(waiting, error)
             return
         for pull in waiting:

@@ -46,7 +46,7 @@ OnReply = Callable[[Reply], None]
 
 
 class Server:
-    """Answers HELLO, CLAIM, RENEW, DIGESTS, RELEASE and STATUS. The constructor binds."""
+    """Takes the requests of `kvx.handshake` and sends replies. The constructor binds."""
 
     def __init__(
         self,

@@ -49,6 +49,7 @@ bench_app.command("bandwidth")(memory.bandwidth_command)
 bench_app.command("transfer")(memory.transfer_command)
 bench_app.command("offload")(memory.offload_command)
 bench_app.command("verify")(memory.verify_command)
+bench_app.command("plan")(memory.plan_command)
 
 app.command("doctor")(doctor_command)
 app.command("new-connector")(new_connector_command)

@@ -1,4 +1,4 @@
-"""`kvx bench extend`, `bandwidth`, `transfer`, `offload` and `verify`: memory and connectors, without any engine."""
+"""`kvx bench extend`, `bandwidth`, `transfer`, `offload`, `verify` and `plan`: all that needs no engine."""
 
 from __future__ import annotations
 
@@ -201,6 +201,27 @@ def _require_devices(*names: str) -> None:
             raise typer.BadParameter(
                 f"torch sees {here} GPUs here, and no {name}; name cpu, or one of them", param_hint="--device"
             )
+
+
+def plan_command(
+    copies: Annotated[int, typer.Option(min=1, help="Contiguous copies of one plan, about.")] = 100_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one that does not.")] = 15,
+    json_file: JsonFile = None,
+) -> None:
+    """What it takes of one core to work out a hand-off's copies, for caches that are alike and for unequal ones.
+
+    Example: kvx bench plan --copies 10000 --rounds 5
+    """
+    from kvx import bench_plan as bench  # with numpy, which takes a while to import
+
+    require_writable(json_file)
+    found = bench.bench_plan(bench.PlanSettings(copies=copies, rounds=rounds))
+    write_json(json_file, found)
+    table = Table("from, to", "runs", "copies", "ms of one core, median (lowest to highest)")
+    table.title = f"kvx bench plan: bfloat16, 8 heads, numpy {found['numpy']}"
+    for row in found["rows"]:
+        table.add_row(row["case"], f"{row['runs']:,}", f"{row['copies']:,}", _spread(row["plan_s"], 1e3))
+    _out.print(table)
 
 
 def _first_device() -> str:

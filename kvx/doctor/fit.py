@@ -9,7 +9,7 @@ import msgspec
 
 from kvx.digest import DIGEST_NAME
 from kvx.doctor.findings import Finding, error, ok, warning
-from kvx.errors import LayoutError, PeerMismatch
+from kvx.errors import START_ALIKE, LayoutError, PeerMismatch
 from kvx.geometry import GroupGeometry, HeadRange
 from kvx.peer import PeerDescriptor, VerifyMode, require_compatible
 
@@ -107,18 +107,12 @@ def _judge(check: str, our_name: str, ours: PeerDescriptor, their_name: str, the
     try:
         require_compatible(ours, theirs)
     except PeerMismatch as problem:
+        is_one, plain = "," not in problem.field, problem.what_to_do == START_ALIKE
         return error(
             check,
             f"{problem.field}: {_short(problem.ours)} at {our_name}, {_short(problem.theirs)} at {their_name}",
             _WHY,
-            "start both engines with the same value" if "," not in problem.field else "start both engines alike",
-        )
-    if not set(ours.connectors) & set(theirs.connectors):
-        return error(
-            check,
-            f"connectors: {', '.join(ours.connectors)} at {our_name}, {', '.join(theirs.connectors)} at {their_name}",
-            _WHY,
-            "configure one connector that both have",
+            "start both engines with the same value" if is_one and plain else problem.what_to_do,
         )
     packed = any(group.page_format is not None for group in theirs.groups)
     if packed and ours.layout != theirs.layout:

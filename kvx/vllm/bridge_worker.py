@@ -32,6 +32,8 @@ logger = logging.getLogger("vllm.kvx")
 
 #: How often an idle step looks for the end of a load or store, which no condition announces.
 OFFLOAD_LOOK_S = 0.001
+#: vLLM's ways to draft tokens for which nothing is kept in the KV cache.
+_DRAFT_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 
 
 @dataclass(frozen=True)
@@ -328,6 +330,7 @@ class BridgeWorker:
             model=config.model_config.model,
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             kv_cache_dtype=str(config.cache_config.cache_dtype),
+            speculation=_drafter(config.speculative_config),
             tp_rank=self._tp_rank,
             tp_size=parallel.tensor_parallel_size,
             pp_rank=parallel.rank // parallel.tensor_parallel_size,
@@ -347,3 +350,10 @@ class BridgeWorker:
             },
             "external_hits": {"received_tokens": self._received_tokens},
         }
+
+
+def _drafter(speculative_config: Any) -> str:
+    """The drafter that keeps KV of its own, and how it drafts; empty where there is none."""
+    if speculative_config is None or speculative_config.method in _DRAFT_WITHOUT_KV:
+        return ""
+    return f"{speculative_config.method} with {speculative_config.model}"

@@ -24,7 +24,7 @@ from kvx import engine_side, handshake, ticket  # noqa: F401  engine_side: for w
 from kvx.addresses import AllowedHosts
 from kvx.digest import DIGEST_NAME, digests
 from kvx.engine_side import EngineSide, HandoffSettings, Pull
-from kvx.errors import StaleGeneration, TransferError
+from kvx.errors import PeerDead, StaleGeneration, TransferError
 from kvx.handshake import Claim, Claimed, DigestPage, Hello, Release, Status, StatusReply, Welcome
 from kvx.holder import MOST_WAITING, Holder
 from kvx.holds import MOST_PARKED, Hold
@@ -308,7 +308,7 @@ class ReaderDoor(Door):
             for on_reply, reply in link.replies():
                 on_reply(reply)
         except handshake.RefusedMessage as error:
-            self.puller.on_link_lost(link, "refused")
+            self.puller.on_link_lost(link, PeerDead("refused"))
             return error.cause
         return ""
 

@@ -22,6 +22,7 @@ from test_pulls import LAYER
 from kvx import handoff
 from kvx.connector import Capabilities, Connector, Copies, Op, Transfer, TransferState
 from kvx.engine_side import HandoffSettings, Pull, Waiting
+from kvx.geometry import GroupGeometry
 from kvx.handoff import HandoffWorker
 from kvx.peer import Peer
 from kvx.secret import Secret
@@ -125,7 +126,7 @@ class SimulatedWorker(HandoffWorker):
     """The real one, whose turns the world takes."""
 
     def __init__(self, engine: Engine, settings: HandoffSettings, secret: Secret | None) -> None:
-        info = msgspec.structs.replace(INFO, engine_id=engine.name)
+        info = msgspec.structs.replace(INFO, engine_id=engine.name, **engine.info)
         super().__init__(settings, info, [engine.library], secret=secret, clock=engine.clock)
         self._network = engine.world.network
 
@@ -206,6 +207,13 @@ class Engine:
     wakes: float = 0.0
     change_began: float = 0.0
     outcomes: list[tuple[str, str]] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+    # What it says of itself where it is not as all others.
+    info: dict[str, Any] = field(default_factory=dict)
+    layer: GroupGeometry = LAYER
+    layout: str = "LBHNC"
+    settings: dict[str, Any] = field(default_factory=dict)
+    connector: str = "simulated"
 
     def clock(self) -> float:
         return self.world.now + self.clock_offset
@@ -217,14 +225,16 @@ class Engine:
         self.memory = np.full(BLOCKS * BLOCK_BYTES, 0xEE, np.uint8)
         self.free, self.owner_of, self.holds, self.pulls, self.num_freed = list(range(BLOCKS)), {}, {}, {}, 0
         self.library = SimulatedLibrary(self)
+        self.library.name = self.connector
         self.library.open([region(0, BLOCKS * BLOCK_BYTES)], 1)
         settings = HandoffSettings(
             side_channel_host=self.host, side_channel_port=self.port, lease_s=LEASE_S, grace_s=GRACE_S,
-            max_hold_s=LONGEST_S, transfer_deadline_s=DEADLINE_S, verify="all" if self.world.verify else "off",
+            max_hold_s=LONGEST_S, transfer_deadline_s=DEADLINE_S,
+            **{"verify": "all" if self.world.verify else "off", **self.settings},
         )  # fmt: skip
         self.worker = SimulatedWorker(self, settings, SECRET if self.world.has_secret else None)
         view = torch.from_numpy(self.memory).view(torch.float32).view(BLOCKS, 1, TOKENS, TOKEN_BYTES // 4)
-        self.worker.open([LAYER], {"a": view}, BLOCKS, 1, "LBHNC")
+        self.worker.open([self.layer], {"a": view}, BLOCKS, 1, self.layout)
         self.wakes = self.world.now
 
     def die(self) -> None:
@@ -342,6 +352,7 @@ class Engine:
             if name in events.received:
                 self._use(pulled)
             self._let_go(pulled.blocks, name)
+            self.reasons |= {name: failure.text for name, failure in events.failed.items()}
             self.outcomes.append((name, events.failed[name].cause if name in events.failed else "received"))
 
     def _use(self, pulled: Pulled) -> None:
@@ -386,18 +397,22 @@ def content(number: int, position: int) -> Any:
 class World:
     """Both engines."""
 
-    def __init__(self, *, verify: bool, has_secret: bool) -> None:
+    def __init__(self, *, verify: bool, has_secret: bool, **of_engines: Any) -> None:
         self.verify, self.has_secret, self.now, self.is_wrong = verify, has_secret, 100.0, False
         self.network, self.numbers = Network(), itertools.count()
         self.held: dict[str, Held] = {}  # all there ever were
         self.tickets: dict[str, str] = {}
         SimulatedExecutor.jobs.clear()
-        self.prefill = Engine(self, "prefill", "127.0.0.1", 0.0)
-        self.decode = Engine(self, "decode", "127.0.0.2", 5000.0)
-        self.engines = {engine.name: engine for engine in (self.prefill, self.decode)}
-        for engine in self.engines.values():
-            engine.start()
+        self.engines: dict[str, Engine] = {}
+        self.prefill = self.add("prefill", "127.0.0.1", 0.0, **of_engines)
+        self.decode = self.add("decode", "127.0.0.2", 5000.0, **of_engines)
+
+    def add(self, name: str, host: str, clock_offset: float, **fields: Any) -> Engine:
+        """One more engine, which runs."""
+        engine = self.engines[name] = Engine(self, name, host, clock_offset, **fields)
+        engine.start()
         self.settle()
+        return engine
 
     def settle(self) -> None:
         """Everybody does what can be done now."""

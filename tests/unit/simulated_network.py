@@ -9,6 +9,7 @@ import itertools
 import select
 import struct
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ class Network:
     routers: dict[str, Router] = field(default_factory=dict)
     in_flight: list[InFlight] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
+    translate: Callable[[InFlight], bytes] = lambda message: message.data
     _numbers: Any = field(default_factory=itertools.count)
 
     def socket(self, kind: int) -> Any:
@@ -54,9 +56,9 @@ class Network:
             if router is None:
                 return
             connection.server = router
-            router.inbox.append([connection.name, message.data])
+            router.inbox.append([connection.name, self.translate(message)])
         elif not connection.dealer.closed:
-            connection.dealer.inbox.append(message.data)
+            connection.dealer.inbox.append(self.translate(message))
         if not keep:
             self.in_flight.remove(message)
 

@@ -183,8 +183,15 @@ def test_one_difference_is_named_with_both_values(field: str) -> None:
 
 def test_every_difference_is_named() -> None:
     theirs = dataclasses.replace(changed(model="other", dtype="bfloat16"), groups=())
-    with pytest.raises(PeerMismatch, match="model, dtype, layer groups differs"):
+    with pytest.raises(PeerMismatch) as raised:
         require_compatible(OURS, theirs)
+    assert raised.value.field == "model, dtype, layer groups"
+    assert str(raised.value).splitlines() == [
+        "the two engines cannot exchange KV:",
+        "  refused: model differs: here 'm', at the peer 'other'; start both engines alike",
+        "  refused: dtype differs: here 'float32', at the peer 'bfloat16'; start both engines alike",
+        "  refused: layer groups differs: here ['full'], at the peer []; start both engines alike",
+    ]
     with pytest.raises(PeerMismatch, match="verify differs"):
         require_compatible(dataclasses.replace(OURS, verify="all"), OURS)
     require_compatible(OURS, dataclasses.replace(OURS, verify="all"))
@@ -211,8 +218,56 @@ def test_another_digest_function_is_refused_by_name_where_digests_are_compared()
 )
 def test_a_difference_of_a_layer_group_is_named_at_the_handshake(change: dict[str, object], field: str) -> None:
     theirs = dataclasses.replace(OURS, groups=(dataclasses.replace(GROUP, **change),))
-    with pytest.raises(PeerMismatch, match=field):
+    with pytest.raises(PeerMismatch) as raised:
         require_compatible(OURS, theirs)
+    assert raised.value.field.startswith(field)
+
+
+def test_what_is_bridged_is_told_apart_from_what_is_refused() -> None:
+    longer = dataclasses.replace(GROUP, block_size_tokens=32, block_stride_bytes=2048)
+    theirs = dataclasses.replace(
+        changed(tp_size=2), groups=(longer,), layout="BLNHC", connectors={"nixl": b"", "ipc": b""}, verify="all",
+        digest="new", num_blocks=99, generation=7,
+    )  # fmt: skip
+    bridged = [
+        "block_size_tokens of layer group full", "tp_size", "layout", "verify", "digest", "connectors"
+    ]  # fmt: skip
+    assert [item.field for item in require_compatible(OURS, theirs)] == bridged
+    with pytest.raises(PeerMismatch) as raised:
+        require_compatible(OURS, dataclasses.replace(theirs, info=msgspec.structs.replace(theirs.info, model="other")))
+    assert (raised.value.field, raised.value.ours, raised.value.theirs) == ("model", "m", "other")
+    first, refused, *others = str(raised.value).splitlines()
+    assert first == "the two engines cannot exchange KV:"
+    assert refused == "  refused: model differs: here 'm', at the peer 'other'; start both engines alike"
+    assert [line.split(" differs")[0] for line in others] == [f"  bridged: {field}" for field in bridged]
+
+
+def test_groups_that_differ_alike_share_a_line_and_all_fits_on_a_screen() -> None:
+    def engine(**fields: object) -> PeerDescriptor:
+        return dataclasses.replace(
+            OURS, groups=tuple(dataclasses.replace(GROUP, name=f"group{index}", **fields) for index in range(3))
+        )
+
+    with pytest.raises(PeerMismatch, match=r"^dtype of layer groups group0, group1, group2 differs"):
+        require_compatible(engine(), engine(dtype="bfloat16"))
+    many = tuple(f"model.layers.{index}.self_attn.attn" for index in range(60))
+    theirs = engine(layers=many, layer_offsets_bytes=tuple(range(0, 60 << 20, 1 << 20)))
+    with pytest.raises(PeerMismatch) as raised:
+        require_compatible(engine(), theirs)
+    assert len(str(raised.value)) < 300
+    assert "'60 layers, model.layers.0.self_attn.attn and 59 more only here'" in str(raised.value)
+    apart = [
+        dataclasses.replace(OURS, groups=tuple(
+            dataclasses.replace(GROUP, name=f"g{index}", content_bytes=size + 4 * index, token_stride_bytes=1000,
+                                head_stride_bytes=1 << 20, block_stride_bytes=1 << 18)
+            for index in range(30)
+        )) for size in (32, 36)
+    ]  # fmt: skip
+    with pytest.raises(PeerMismatch) as raised:
+        require_compatible(*apart)
+    lines = str(raised.value).splitlines()
+    assert len(lines) == 21
+    assert lines[-1] == "  and 11 more"
 
 
 def test_differences_of_engines_and_groups_are_named_together() -> None:

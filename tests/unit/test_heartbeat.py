@@ -10,6 +10,7 @@ from test_pulls import Pair
 
 from kvx import addresses
 from kvx.engine_side import Waiting
+from kvx.errors import PeerDead
 from kvx.handshake import Claim, Refused, Release, Renew, Renewed
 from kvx.heartbeat import FIRST_RENEWAL_S
 
@@ -126,7 +127,7 @@ def test_an_owner_that_is_lost_is_not_asked() -> None:
     pair = Pair()
     transfer = pair.moving()
     pair.puller.keep(Waiting("w", "theirs", "e", "10.0.0.1", 1), time.monotonic())
-    pair.puller.on_link_lost(pair.link, "it ended")  # type: ignore[arg-type]
+    pair.puller.on_link_lost(pair.link, PeerDead("it ended"))  # type: ignore[arg-type]
     pair.puller.tick(time.monotonic() + 60)
     pair.finish(transfer)
     assert pair.events().failed["r"].cause == "peer_dead"

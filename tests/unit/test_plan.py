@@ -193,6 +193,64 @@ def test_a_plan_equals_indexing(case: Case) -> None:
     check(case)
 
 
+Move = tuple[int, int, int, int]
+"""One byte: the segments that it leaves and enters, and its offsets on both sides."""
+
+
+def moves_of(case: Case) -> set[Move]:
+    """Every byte that a case copies, found by indexing alone."""
+    buffers = [np.zeros(side.geometry.total_bytes, np.uint8) for side in (case.source, case.destination)]
+    block_size = case.destination.geometry.groups[case.destination.group_index].spec.block_size_tokens
+    held = [set(range(side.heads.start, side.heads.end)) for side in (case.source, case.destination)]
+    moves = set()
+    for token in range(case.first_token, case.first_token + case.num_tokens):
+        if case.destination.blocks[token // block_size] < 0:
+            continue
+        for layer in case.source.geometry.groups[case.source.group_index].layers:
+            for head in held[0] & held[1]:
+                places = []
+                for side, buffer in zip((case.source, case.destination), buffers, strict=True):
+                    cell = side.cell(buffer, layer, head, token)
+                    places.append(cell.ctypes.data - buffer.ctypes.data)
+                segments = [
+                    segment_of(side.geometry, place)
+                    for side, place in zip((case.source, case.destination), places, strict=True)
+                ]
+                moves |= {(*segments, places[0] + byte, places[1] + byte) for byte in range(len(cell))}
+    return moves
+
+
+def segment_of(geometry: CacheGeometry, offset: int) -> int:
+    (found,) = [
+        number
+        for number, segment in enumerate(geometry.segment_table.segments)
+        if segment.offset_bytes <= offset < segment.end_bytes
+    ]
+    return found
+
+
+def fewest_copies(moves: set[Move]) -> int:
+    """A contiguous copy is a chain of moves, each one byte on from the last; it begins where none leads to."""
+    return sum((left, entered, read - 1, written - 1) not in moves for left, entered, read, written in moves)
+
+
+@given(cases())
+@fixed_seed(150)
+def test_a_plan_has_as_few_copies_as_there_can_be(case: Case) -> None:
+    """Against all bytes one by one: each is copied once, from and to where indexing says, in the fewest pieces."""
+    moves = moves_of(case)
+    runs = case.plan()
+    copied = [
+        (source + byte, destination + byte)
+        for source, destination, length in runs.expand().tolist()
+        for byte in range(length)
+    ]
+    assert len(copied) == len(moves)
+    assert set(copied) == {(read, written) for _, _, read, written in moves}
+    assert runs.num_descriptors == fewest_copies(moves)
+    assert len(runs) <= runs.num_descriptors
+
+
 @pytest.mark.parametrize("kind", AttentionKind)
 @pytest.mark.parametrize("destination_layout", KVCacheLayout)
 @pytest.mark.parametrize("source_layout", KVCacheLayout)
@@ -276,7 +334,7 @@ def test_a_run_never_leaves_its_segment(other: str) -> None:
         assert check(case).num_descriptors == 3
 
 
-def test_offsets_too_large_to_sort_with_their_index() -> None:
+def test_offsets_of_64_bits_are_put_in_order() -> None:
     group = side("LBHNC", []).group
     far = replace(group, block_stride_bytes=2**58)
     blocks = [7, 2, 0, 5, 1, 6, 4, 3]
@@ -410,8 +468,24 @@ def test_a_peer_whose_offsets_leave_64_bits_is_refused() -> None:
         plan_groups(replace(group, block_stride_bytes=2**61), group, [3, 1], [0, 1])
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [(6, 4), (4, 6), (2, 8), (8, 2), (3, 3)])
+@pytest.mark.parametrize("first", [0, 1, 13, 40])
+def test_blocks_of_any_two_sizes_over_many_periods(ours: int, theirs: int, first: int) -> None:
+    """Blocks of both sides begin together every 12 or 8 tokens; the first and the last stretch are cut short."""
+    numbers = np.random.default_rng(ours * theirs)
+    sides = []
+    for tokens in (ours, theirs):
+        needed = -(-90 // tokens)
+        spec = KVCacheSpec.full_attention(block_size_tokens=tokens, num_kv_heads=2, head_size=1, dtype="uint8")
+        geometry = geometry_of(KVCacheLayout.LBNHC, (LayerGroup("g", ("a", "b"), spec),), needed + 3)
+        sides.append(Side(geometry, HeadRange(0, 2, 2), numbers.permutation(needed + 3)[:needed].tolist()))
+    for end in (first + 1, 89, 90):
+        case = Case(*sides, first, end - first)
+        assert check(case).num_descriptors == fewest_copies(moves_of(case))
+
+
 def test_a_hundred_thousand_runs_take_no_python_loop() -> None:
-    """The target is 10 ms on one core; a Python loop over the runs would take a second."""
+    """`kvx bench plan` times them; a Python loop over the runs would take a second."""
     spec = KVCacheSpec.full_attention(block_size_tokens=16, num_kv_heads=8, head_size=64, dtype="bfloat16")
     group = group_geometry(geometry_of(KVCacheLayout.LBHNC, (LayerGroup("g", ("layer",), spec),), 1 << 17), 0)
     random = np.random.default_rng(3)

@@ -18,7 +18,7 @@ from test_handshake import GROUP, INFO
 from kvx import addresses, digest, digest_check, pulls
 from kvx.connector import Copies, Transfer
 from kvx.engine_side import EngineSide, HandoffEvents, HandoffSettings, Pull
-from kvx.errors import ConnectorStateError, HandshakeError
+from kvx.errors import ConnectorStateError, HandshakeError, PeerDead
 from kvx.geometry import HeadRange
 from kvx.handshake import Claim, Claimed, DigestPage, Digests, Hello, Message, Refused, Release, Reply, welcome
 from kvx.peer import PeerDescriptor
@@ -194,7 +194,7 @@ def test_a_lost_owner_fails_what_waits_and_drains_what_moves() -> None:
     pair = Pair()
     transfer = pair.moving()
     pair.start(request_id="waiting")
-    pair.puller.on_link_lost(pair.link, "it closed its side channel")  # type: ignore[arg-type]
+    pair.puller.on_link_lost(pair.link, PeerDead("it closed its side channel"))  # type: ignore[arg-type]
     assert "closed its side channel" in pair.events().failed["waiting"].text
     pair.finish(transfer)
     assert "closed its side channel" in pair.failure()
@@ -460,7 +460,7 @@ def test_an_owner_that_is_lost_while_it_is_greeted_again_drains_its_transfers() 
     pair.start(request_id="second")
     pair.claimed(generation=2)
     assert pair.events() == HandoffEvents(), "the first one drains"
-    pair.puller.on_link_lost(pair.link, "it closed its side channel")  # type: ignore[arg-type]
+    pair.puller.on_link_lost(pair.link, PeerDead("it closed its side channel"))  # type: ignore[arg-type]
     assert set(pair.events().failed) == {"second"}
     pair.finish(moving)
     assert "closed its side channel" in pair.failure()
@@ -474,7 +474,7 @@ def test_trouble_with_one_pull_of_a_lost_owner_leaves_the_others_their_end(monke
         pair.start(request_id=name)
     monkeypatch.setattr(pair.connector, "_cancel", lambda transfer: 1 / 0)
     with contextlib.suppress(ZeroDivisionError):
-        pair.puller.on_link_lost(pair.link, "it closed its side channel")  # type: ignore[arg-type]
+        pair.puller.on_link_lost(pair.link, PeerDead("it closed its side channel"))  # type: ignore[arg-type]
     assert set(pair.events().failed) == {"a", "b", "c"}
     assert pair.links[0].is_closed
 
@@ -592,7 +592,7 @@ def test_an_owner_that_goes_hears_first_of_all_that_is_over(end: str) -> None:
     if end == "close":
         pair.puller.close()
     elif end == "link lost":
-        pair.puller.on_link_lost(link, "it ended")  # type: ignore[arg-type]
+        pair.puller.on_link_lost(link, PeerDead("it ended"))  # type: ignore[arg-type]
     else:  # another pull's greeting fails, and takes the record with it
         pair.start(request_id="second")
         pair.claimed(generation=2)

@@ -1,0 +1,140 @@
+"""Small models of every kind of attention, as real checkpoints of a few MiB: random weights, always the same ones.
+
+    python tests/models.py FOLDER [NAME ...]      makes FOLDER/NAME of each (all, where none is named)
+
+They say nothing that makes sense, but what they say depends on every token before: weights are drawn so that attention
+is sharp and the residual stream does not drown it. So a hand-off that brings other bytes gets other answers. The
+tokenizer is the default model's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SEED = 7
+LAYERS, HIDDEN, HEADS, HEAD_SIZE = 4, 64, 4, 32
+SLIDING_WINDOW_TOKENS = 64
+# vLLM's attention on a CPU is compiled for these sizes of DeepSeek-V2's alone.
+LATENT_SIZE, ROPE_SIZE, NOPE_SIZE = 512, 64, 128
+
+
+def _common(vocabulary: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+
+
+def _llama(vocabulary: int, kv_heads: int) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**_common(vocabulary), num_key_value_heads=kv_heads, head_dim=HEAD_SIZE)
+
+
+def _sliding(vocabulary: int) -> Any:
+    """Gemma 3's order of layers, shortened: its groups have layers of both kinds."""
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(
+        **_common(vocabulary), num_key_value_heads=2, head_dim=HEAD_SIZE, sliding_window=SLIDING_WINDOW_TOKENS,
+        query_pre_attn_scalar=HEAD_SIZE, layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+    )  # fmt: skip
+
+
+def _mla(vocabulary: int) -> Any:
+    """DeepSeek-V2-Lite's attention; all its layers dense."""
+    from transformers import DeepseekV2Config
+
+    return DeepseekV2Config(
+        **_common(vocabulary), num_key_value_heads=HEADS, kv_lora_rank=LATENT_SIZE, q_lora_rank=None,
+        qk_nope_head_dim=NOPE_SIZE, qk_rope_head_dim=ROPE_SIZE, v_head_dim=NOPE_SIZE, head_dim=ROPE_SIZE,
+        first_k_dense_replace=LAYERS, n_routed_experts=2, num_experts_per_tok=1, n_shared_experts=1,
+        moe_intermediate_size=HIDDEN, n_group=1, topk_group=1,
+    )  # fmt: skip
+
+
+def _hybrid(vocabulary: int) -> Any:
+    """LFM2: short convolutions, which keep a state, between attention."""
+    from transformers import Lfm2Config
+
+    return Lfm2Config(
+        **_common(vocabulary), num_key_value_heads=2, layer_types=["conv", "full_attention"] * (LAYERS // 2),
+        block_auto_adjust_ff_dim=False,
+    )  # fmt: skip
+
+
+CONFIGS: dict[str, Callable[[int], Any]] = {
+    "dense": lambda vocabulary: _llama(vocabulary, 2),
+    "one-kv-head": lambda vocabulary: _llama(vocabulary, 1),
+    "sliding": _sliding,
+    "mla": _mla,
+    "hybrid": _hybrid,
+}
+
+
+def make(name: str, folder: Path) -> Path:
+    """`folder / name`, made first where it is not there yet. KeyError: no such model.
+
+    Trigger of EngineError: the default model, whose tokenizer it has, is missing.
+    """
+    target = folder / name
+    if target.is_dir():
+        return target
+    import torch
+    import transformers
+
+    from kvx.verify.model import default_model
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(default_model())
+    config = CONFIGS[name](len(tokenizer))
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, token, getattr(tokenizer, token))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        _draw(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        half_made = Path(scratch) / name
+        tokenizer.save_pretrained(half_made)
+        model.to(torch.bfloat16).save_pretrained(half_made)
+        half_made.rename(target)
+    return target
+
+
+def _draw(model: Any) -> None:
+    """Each matrix keeps the size of what it is given; queries and keys, and what layers add, are larger."""
+    import torch
+
+    for name, weights in model.named_parameters():
+        parts = set(name.split("."))
+        if weights.ndim > 1:
+            gain = max([1.0, *(_GAINS[part] for part in parts & set(_GAINS))])
+            torch.nn.init.normal_(weights, std=gain / weights[0].numel() ** 0.5)
+        elif model.config.model_type == "gemma3_text" and parts & _NORMS_OF_GEMMA:
+            torch.nn.init.constant_(weights, 3.0)  # its norms multiply by one more than their weights
+
+
+_GAINS = dict.fromkeys(("q_proj", "k_proj", "kv_a_proj_with_mqa"), 2.0) | dict.fromkeys(
+    ("o_proj", "out_proj", "down_proj", "w2"), 4.0
+)
+# Here norms decide these sizes, whatever the matrices are.
+_NORMS_OF_GEMMA = {"q_norm", "post_attention_layernorm", "post_feedforward_layernorm"}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    for wanted in sys.argv[2:] or CONFIGS:
+        made = make(wanted, Path(sys.argv[1]))
+        nbytes = sum(path.stat().st_size for path in made.iterdir())
+        print(f"{made}: {nbytes / 2**20:.1f} MiB")
