@@ -169,7 +169,8 @@ def _fault(begin: object, inject: object, causes: str, repair: object = nothing,
 
 
 # The ticket is of the one before; where it has ended meanwhile, that is what is seen first.
-_RESTART = _fault(held_by_one_that_restarts, nothing, "stale_generation transfer_failed")
+# A start may take longer than a hold may last; then that is the cause.
+_RESTART = _fault(held_by_one_that_restarts, nothing, "stale_generation transfer_failed lease_expired")
 _STOP_IN_CLAIM = _fault(unanswered, nothing, "timeout", go_on)
 # The ticket ends with the longest lease, and is looked at first.
 _HELD_TOO_LONG = _fault(held_too_long, nothing, "lease_expired transfer_failed")
