@@ -33,7 +33,6 @@ from kvx.verify.model import default_model, require_model_folder
 from kvx.verify.places import read_places
 from kvx.verify.questions import load_problems, own_problems, own_shots
 from kvx.verify.runner import VerifySettings, verify
-from kvx.vllm.settings import from_options
 
 FAILED = 1
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -149,7 +148,10 @@ def verify_command(
         )
     require_writable(report)
     where, options = read_places(places) if places is not None else ({}, {})
-    from_options(options)
+    if options:
+        from kvx.vllm.settings import from_options  # with torch, which takes seconds to import
+
+        from_options(options)
     run = _run_settings(
         model,
         connector,
