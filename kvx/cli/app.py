@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Annotated, NoReturn, get_args
 
 import typer
-from rich.console import Console
 
 import kvx
-from kvx.cli import memory
+from kvx.cli import consoles, memory
 from kvx.cli.doctor import doctor_command
 from kvx.cli.files import require_writable, write_json
 from kvx.cli.map import map_command
@@ -56,8 +55,8 @@ app.command("plan")(plan_command)
 app.command("map")(map_command)
 app.command("serve", epilog=EPILOG)(serve_command)
 
-_out = Console()
-_progress = Console(stderr=True)
+_out = consoles.output()
+_progress = consoles.alarms()
 
 Model = Annotated[
     Path | None, typer.Option(help="Checkpoint folder; by default SmolLM2-135M-Instruct, converted once.")
@@ -249,6 +248,7 @@ def bench_pd_command(
 
 def run() -> None:
     """Entry point: kvx's own errors, and a full disk, end with one sentence and status 1, Ctrl-C with 130."""
+    consoles.make_help_plain()
     try:
         app()
     except KVXError as error:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvx.cli import consoles
 from kvx.cli.files import require_writable, write_json
 from kvx.cli.show import ConsoleProgress
 
@@ -98,7 +99,7 @@ def doctor_command(
         device=device,
         moves=not quick,
     )
-    with ConsoleProgress(Console(stderr=True)) as progress:
+    with ConsoleProgress(consoles.alarms()) as progress:
         found = diagnose(options, progress.stage)
     _tell(found, json_file, paste)
     raise typer.Exit(found.status)
@@ -170,7 +171,7 @@ def _tell(found: Diagnosis, json_file: Path | None, paste: bool) -> None:
     if paste:
         sys.stdout.write(as_markdown(report))
     else:
-        _show(Console(), report)
+        _show(consoles.output(), report)
 
 
 def as_report(found: Diagnosis) -> dict[str, Any]:

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvx.cli import consoles
 from kvx.cli.files import read_object, require_writable, write_text
 from kvx.errors import DatasetError, EngineError, KVXError
 from kvx.page import page, size_text
 from kvx.picture import Comparison, EngineMap, comparisons, engine_map, engines_of
 from kvx.sizing import MIB
 
-_out = Console()
+_out = consoles.output()
 _CELLS = 60
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from kvx.cli import consoles
 from kvx.cli.files import require_writable, write_json
 
-_out = Console()
+_out = consoles.output()
 _STEPS = {"map_s": "extend: map", "zero_s": "extend: zero", "sleep_s": "sleep", "wake_s": "wake: map"}
 
 Device = Annotated[str, typer.Option(help="cpu, cuda:0, cuda:1 ...; by default the first GPU, if there is one.")]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvx.cli import consoles
 from kvx.cli.checkpoint import read_config, weights_bytes
 from kvx.cli.files import require_writable, write_json
 from kvx.errors import EngineError, KVXError, ModelError
@@ -31,7 +31,7 @@ from kvx.model import ModelShape, read_shape
 from kvx.sizing import GIB, MIB, MarginPolicy
 from kvx.spec import dtype_bytes
 
-_out = Console()
+_out = consoles.output()
 _SIZE = re.compile(r"([0-9.]+)\s*(B|KIB|MIB|GIB|TIB|KB|MB|GB|TB)?", re.IGNORECASE)
 _MOST_BYTES = 1 << 50
 _MOST_PROMPT_TOKENS = 1 << 22

@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from kvx.cli import consoles
 from kvx.serve.deployment import plan
 from kvx.serve.manifests import manifests
 from kvx.serve.options import DEFAULT_FILE, merged
@@ -122,7 +123,7 @@ def serve_command(
     elif dry_run:
         sys.stdout.write(script(plan(options, only_printed=True)))
     else:
-        with ConsoleView(Console(), Console(stderr=True)) as view:
+        with ConsoleView(consoles.output(), consoles.alarms()) as view:
             if config is None and DEFAULT_FILE.is_file():
                 view.say(f"options are read from {DEFAULT_FILE}")
             if options.model is None and not default_model_folder().is_dir():

