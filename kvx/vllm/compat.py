@@ -29,7 +29,7 @@ class KnownVersion:
 
 KNOWN = (
     KnownVersion("0.32", True, "on CPU: the whole test suite"),
-    KnownVersion("0.33", False, "on H200s pairs answered as one stock server; one of three negative controls has not run"),
+    KnownVersion("0.33", False, "on H200s pairs answered as one stock server; one negative control has not run"),
 )
 
 #: Every function of vLLM that the seam wraps, calls, overrides or counts on, and every field that it sets.
