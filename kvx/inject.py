@@ -26,13 +26,20 @@ class Fault(StrEnum):
     STALE = "stale"  # a block read after its owner freed and reused it
 
 
+USED = "-used"
+"""Behind a fault's name: what differs is counted, and used all the same, so that an answer may show it. Without, no
+fault changes an answer: bytes that differ fail their hand-off or load."""
+INJECTIONS = (*(fault.value for fault in Fault), *(fault.value + USED for fault in Fault))
+
+
 class Injector:
-    """Hands out its one fault once."""
+    """Hands out its one fault once. `uses_what_differs`: the negative control of the comparison of answers."""
 
     def __init__(self, name: str | None) -> None:
-        if name is not None and name not in set(Fault):
-            raise ConnectorError(f"unknown injection {name!r}; known: {', '.join(Fault)}")
-        self._fault = Fault(name) if name is not None else None
+        if name is not None and name not in INJECTIONS:
+            raise ConnectorError(f"unknown injection {name!r}; known: {', '.join(INJECTIONS)}")
+        self._fault = Fault(name.removesuffix(USED)) if name is not None else None
+        self.uses_what_differs = name is not None and name.endswith(USED)
 
     def take(self, fault: Fault) -> bool:
         """Whether to inject `fault` now."""

@@ -178,6 +178,8 @@ class OffloadWorker:
             ended.append((active, "" if transfer.state is TransferState.DONE else str(transfer.cause)))
         for active, cause in ended:
             name = active.copy.name
+            if active.op is Op.READ and not cause:
+                cause = self._note_loaded(active.copy)
             if cause:
                 self.metrics.failed += 1
                 logger.warning("offload: %s of %s failed: %s", active.op.value, name, cause)
@@ -187,7 +189,6 @@ class OffloadWorker:
             elif cause:
                 unloaded[name] = cause
             else:
-                self._note_loaded(active.copy)
                 loaded.add(name)
         return OffloadEvents(frozenset(stored), frozenset(unstored), frozenset(loaded), unloaded)
 
@@ -248,23 +249,28 @@ class OffloadWorker:
         if self._verifies and self._is_current(copy):
             self._digests.update(zip(copy.host_blocks, self._digest(copy), strict=True))
 
-    def _note_loaded(self, copy: BlockCopy) -> None:
+    def _note_loaded(self, copy: BlockCopy) -> str:
+        """What is wrong with the bytes that came, for which the load has failed; else nothing."""
         self.metrics.loaded_bytes += len(copy.host_blocks) * self.host_block_bytes
         self.metrics.loaded_tokens += len(copy.host_blocks) * self._tokens_per_block
         if not self._verifies:
-            return
+            return ""
         self.metrics.digests_expected += len(copy.host_blocks)
         if not self._is_current(copy):
-            return
+            return ""
         if self._injector.take(Fault.FLIP_BYTE):
             inject.flip_byte(self._views, self._groups[0], copy.blocks[0][0], 0)
         taken = self._digest(copy)
         found = [self._difference(host, ours) for host, ours in zip(copy.host_blocks, taken, strict=True)]
         self.metrics.digests_checked += len(found)
+        wrong = ""
         for index, difference in enumerate(found):
             if difference is not None:
                 group, token = difference
-                self._mismatch(copy.name, group, copy.first_token + index * self._tokens_per_block + token)
+                position = copy.first_token + index * self._tokens_per_block + token
+                self._mismatch(copy.name, group, position)
+                wrong = wrong or f"digests differ in layer group {group}, first at position {position}"
+        return "" if self._injector.uses_what_differs else wrong
 
     def _difference(self, host_block: int, found: Sequence[Bytes]) -> tuple[str, int] | None:
         """(layer group, token in the block) of the first content that is not what was stored."""

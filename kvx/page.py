@@ -87,7 +87,7 @@ def _segments(bands: Sequence[SegmentBand]) -> str:
     for index, band in enumerate(bands):
         y = index * _ROW * 2
         segments = f"{band.count} segment{'s' * (band.count > 1)}"
-        words = f"{segments} of {size_text(band.capacity_bytes)} from {band.offset_bytes:#x}"
+        words = f"{segments} of {size_text(band.capacity_bytes)} from offset {band.offset_bytes:#x}"
         rows.append(f'<text x="0" y="{y + 13}">{words}</text>')
         rows.append(_bar(0, y + 20, _WIDTH, "var(--free)", f"reserved: {size_text(band.capacity_bytes)}"))
         for name, nbytes, colour in (

@@ -37,7 +37,7 @@ FAILED = 1
 FULL = (errno.ENOSPC, errno.EDQUOT)
 DEFAULT_BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
 DTYPES = ("float32", "bfloat16", "float16")
-INJECTIONS = ("flip-byte", "swap-blocks", "stale")
+INJECTIONS = tuple(fault + used for used in ("", "-used") for fault in ("flip-byte", "swap-blocks", "stale"))
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 bench_app = typer.Typer(no_args_is_help=True, help="Measure kvx beside what vLLM has on board.")
@@ -105,7 +105,12 @@ def verify_command(
     judge_answers: Annotated[
         bool, typer.Option(help="Fail when answers differ; without, judge the moved bytes only.")
     ] = True,
-    inject: Annotated[str | None, typer.Option(help="A fault on purpose: flip-byte, swap-blocks or stale.")] = None,
+    inject: Annotated[
+        str | None,
+        typer.Option(
+            help="A fault on purpose: flip-byte, swap-blocks or stale. With -used behind it, what differs is used."
+        ),
+    ] = None,
     expect_fallbacks: Annotated[
         int, typer.Option(min=0, help="Exactly so many hand-offs must fail and be computed again.")
     ] = 0,

@@ -200,6 +200,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
 
 def _show(console: Console, report: Mapping[str, Any]) -> None:
     table = Table("check", "", "found", title="kvx doctor")
+    table.columns[-1].overflow = "fold"
     for item in report["findings"]:
         style = _STYLES[item["level"]]
         table.add_row(escape(item["check"]), f"[{style}]{item['level']}[/]", escape(item["found"]))

@@ -34,12 +34,12 @@ def map_command(
     if (report is None) == (not server):
         found = "both are given" if server else "neither is given"
         raise typer.BadParameter(f"{found}; give a report of kvx verify, or --server HOST:PORT of a running engine")
-    require_writable(html)
     questions: tuple[Comparison, ...] = ()
     if report is not None:
         engines, questions = _read(report)
     else:
         engines = tuple(engine_map(one, _status(one)) for one in server or ())
+    require_writable(html)
     for engine in engines:
         _draw(engine)
     _tell(questions)
@@ -75,7 +75,8 @@ def _draw(engine: EngineMap) -> None:
         f"addresses for {engine.capacity_blocks:,}; {engine.held_blocks:,} held for hand-offs"
     )
     for band in engine.segments:
-        _out.print(f"  {band.count} x {size_text(band.capacity_bytes)} from {band.offset_bytes:#x}", highlight=False)
+        size = size_text(band.capacity_bytes)
+        _out.print(f"  {band.count} x {size} from offset {band.offset_bytes:#x}", highlight=False)
         parts = (band.held_bytes, band.registered_bytes, band.committed_bytes, band.capacity_bytes)
         held, registered, committed, _ = (round(_CELLS * nbytes / band.capacity_bytes) for nbytes in parts)
         cells = "█" * held + "▓" * (registered - held) + "▒" * (committed - max(registered, held))

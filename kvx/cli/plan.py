@@ -205,6 +205,8 @@ def _show(
         ledger.add_row(escape(consumer), *cells[: len(columns)])
     _out.print(ledger)
     settings = Table("setting", "blocks", "tokens", "bytes a block", "idle GiB", "stock at 0.92", "its idle GiB")
+    for column in settings.columns:
+        column.overflow = "fold"  # a narrow terminal breaks a number, and takes no digit of it
     for row in rows:
         if "error" in row:
             settings.add_row(escape(row["name"]), escape(row["error"]))

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from kvx.cli import consoles
 from kvx.serve.deployment import plan
@@ -175,7 +176,7 @@ def table_of(instances: Sequence[Instance]) -> Table:
     columns = ("server", "URL", "state", "since", "running", "served", "external hits")
     table = Table(*columns, caption=escape(f"logs: {instances[0].log.parent}/NAME.log"), caption_justify="left")
     for one in instances:
-        state = f"[{_COLOURS[one.state]}]{one.state}[/]" if one.state in _COLOURS else one.state
+        state = Text(one.state, _COLOURS.get(one.state, ""))  # not as markup: `say` prints above the table without it
         counts = ["" if count is None else str(count) for count in (one.running, one.served, one.external_tokens)]
         table.add_row(one.name, one.url, state, _duration(time.monotonic() - one.since_s), *counts)
     return table

@@ -60,7 +60,8 @@ class RouterSettings:
             command += ["--prefill", url]
         for url in self.decode_urls:
             command += ["--decode", url]
-        return [*command, "--policy", "round_robin", *self.arguments]
+        is_named = any(word.partition("=")[0] == "--policy" for word in self.arguments)
+        return [*command, *(() if is_named else ("--policy", "round_robin")), *self.arguments]
 
     def added_environment(self) -> dict[str, str]:
         """No proxy on the way to the engines; and `OPENAI_API_KEY` is the engines' key, not OpenAI's.

@@ -45,6 +45,17 @@ def test_flip_byte(start_engines: StartEngines) -> None:
     hand_off(owner, reader, 100, 3)
 
 
+def test_what_differs_is_used_where_that_is_asked_for(start_engines: StartEngines) -> None:
+    owner, reader = pair(start_engines, {}, {"inject": "flip-byte-used"})
+    owner.fill([[4, 2, 6]], 40, 1)
+    owner.hold("r", [[4, 2, 6]], 40)
+    pull(reader, owner, "r", [[-1, 7]], 32, 8)
+    assert reader.events(10)["received"] == {"r"}
+    digests = reader.status()["digests"]
+    assert (digests["checked"], digests["mismatched"]) == (16, 1)
+    assert owner.events(5)["released"] == {"r"}
+
+
 @pytest.mark.parametrize("num_tokens", [16, 100])
 def test_swap_blocks(start_engines: StartEngines, num_tokens: int) -> None:
     owner, reader = pair(start_engines, {}, {"inject": "swap-blocks"})

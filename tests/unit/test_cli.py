@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from kvx import inject
 from kvx.cli import app, main
 from kvx.errors import EngineError
 from kvx.verify.bench import BenchSettings
@@ -136,6 +137,7 @@ def test_unknown_injection_and_impossible_lengths_are_usage_errors(kvx, model):
     code, said = kvx("verify", "--inject", "gremlin")
     assert code == 2
     assert "flip-byte" in said
+    assert app.INJECTIONS == inject.INJECTIONS  # which is not imported there: torch takes a second
     code, said = kvx("bench", "pd", "--prompt-tokens", "4000")
     assert code == 2
     assert "--max-model-len" in said

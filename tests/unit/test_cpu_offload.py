@@ -181,12 +181,25 @@ def test_a_fault_on_purpose_is_found_once_and_named(fault: str, host_blocks: lis
         for block in range(4):
             world.fill(block, 100.0 * block)
         world.store("s", [0, 1, 2, 3], [0, 1, 2, 3])
-        world.load("r", host_blocks, [7, 8][: len(host_blocks)])
+        ended = world.load("r", host_blocks, [7, 8][: len(host_blocks)])
+        assert (ended.loaded, set(ended.unloaded)) == (frozenset(), {"r"})
+        assert "digests differ in layer group g, first at position 0" in ended.unloaded["r"]
+        assert world.worker.status()["failed"] == 1
         found = world.worker.status()["digests"]
         assert found["mismatched"] == bad
         assert found["mismatches"][0] == {"request": "r", "layer_group": "g", "position": 0}
-        world.load("again", host_blocks, [7, 8][: len(host_blocks)])
+        assert world.load("again", host_blocks, [7, 8][: len(host_blocks)]).loaded == {"again"}
         assert world.worker.status()["digests"]["mismatched"] == bad
+
+
+def test_what_differs_is_used_where_that_is_asked_for() -> None:
+    for world in make_world(verifies=True, injected="stale-used"):
+        for block in range(4):
+            world.fill(block, 100.0 * block)
+        world.store("s", [0, 1, 2, 3], [0, 1, 2, 3])
+        assert world.load("r", [2, 3], [7, 8]).loaded == {"r"}
+        found = world.worker.status()
+        assert (found["failed"], found["digests"]["mismatched"]) == (0, 1)
 
 
 # --- the connector --------------------------------------------------------------------------------------------------

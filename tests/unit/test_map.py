@@ -99,8 +99,9 @@ def test_bad_input_is_a_sentence(tmp_path: Path) -> None:
         ([broken], "is no JSON"),
         (["--server", "here"], "is no HOST:PORT"),
     ):
-        result = run(*words)
+        result = run(*words, "--html", tmp_path / "page.html")
         assert isinstance(result.exception, KVXError)
         assert said in str(result.exception)
+        assert not (tmp_path / "page.html").exists()
     assert run().exit_code == 2
     assert run(broken, "--server", "127.0.0.1:1").exit_code == 2

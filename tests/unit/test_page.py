@@ -49,7 +49,7 @@ def test_the_page_renders(tmp_path: Path) -> None:
     assert "<mark>77</mark>" in document
     assert "block 8 of the prompt" in document
     assert document.count("identical, after it was computed again") == 1
-    assert "30 segments of 3.9 MiB from 0x0" in document
+    assert "30 segments of 3.9 MiB from offset 0x0" in document
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in document
     assert not re.search(r"<script|(src|href)=|url\(|@import", document), "nothing is fetched, and nothing runs"
 

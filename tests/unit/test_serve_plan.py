@@ -193,6 +193,7 @@ def test_the_router_knows_the_engines_and_shows_them_no_foreign_key(options, mon
     assert option(command, "--prefill") == urls[0]
     assert [command[i + 1] for i, word in enumerate(command) if word == "--decode"] == urls[1:]
     assert command[-2:] == ["--policy", "random"]
+    assert command.count("--policy") == 1
     assert found.router.added_environment() == {"NO_PROXY": "intranet,127.0.0.1", "OPENAI_API_KEY": ""}
     keyed = plan(options(vllm_args=["--api-key=engines"]))
     assert keyed.router.added_environment()["OPENAI_API_KEY"] == "engines"

@@ -263,3 +263,13 @@ def test_the_table_has_a_row_for_each_server_and_says_where_logs_are(tmp_path):
     assert [word for word in ("http://h:1", "ready", "12", "3", "456") if word in row]
     assert "router" in text
     assert f"{tmp_path}/NAME.log" in text
+
+
+def test_a_line_above_the_table_leaves_the_table_as_it_is(tmp_path):
+    engine = Instance("decode-0", "decode", "http://h:1", 5, tmp_path / "decode-0.log", "ready", 0.0, 12, 3, 456)
+    console = Console(width=200, file=io.StringIO(), force_terminal=True)
+    with ConsoleView(console, Console(stderr=True)) as view:
+        view.show([engine])
+        view.say("ready: [all of it]")
+    assert "[green]" not in console.file.getvalue()
+    assert "ready: [all of it]" in console.file.getvalue()
