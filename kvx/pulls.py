@@ -383,6 +383,8 @@ class Puller:
 
     def _fail(self, pull: ActivePull, cause: KVXError) -> None:
         """End as failed, now or when the last transfer is terminal. The first cause counts."""
+        if pull not in pull.joint.pulls:
+            return  # it ended with another one of its request
         if pull.cause is None:
             pull.cause = cause
             self._heartbeat.leave(pull)

@@ -8,10 +8,13 @@ import time
 import msgspec
 import torch
 from fake_connector import BASE, FakeConnector, region
+from geometry_cases import fixed_seed
+from hypothesis import given
+from hypothesis import strategies as st
 from test_handshake import INFO
 from test_pulls import LAYER, FakeLink, Pair
 
-from kvx.connector import Transfer
+from kvx.connector import Transfer, TransferState
 from kvx.errors import PeerDead
 from kvx.geometry import HeadRange
 from kvx.handshake import Claim, Claimed, Hello, Refused, Release, welcome
@@ -202,3 +205,66 @@ def test_a_rank_that_holds_other_heads_than_its_share_is_refused() -> None:
     assert "heads 0 to 0 of 2 to be read from rank 0" in failure.text
     assert "pass kv_transfer_params on as prefill gave them" in failure.text
     assert pair.all_ended()
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["give", "give", "give", "finish", "finish", "refuse", "break", "cancel"]), st.booleans()
+    ),
+    max_size=8,
+)
+
+
+@given(STEPS, st.sampled_from([1, 2]), st.booleans())
+@fixed_seed(300)
+def test_whatever_the_ranks_do_there_is_one_end_and_nothing_moves_after_it(
+    steps: list[tuple[str, bool]], total_heads: int, needs_nothing: bool
+) -> None:
+    pair = Ranks(total_heads=total_heads)
+    links = pair.begin(**({"num_tokens": 0, "blocks": [[]]} if needs_nothing else {}))
+    readers = [pair.claim(number).reader for number in (0, 1)]
+    moving: dict[int, Transfer] = {}
+    done, troubled, lost, answered = set(), False, set(), set()
+    ends: list[str] = []
+
+    def hear() -> None:
+        events = pair.events()
+        ends.extend(["received"] * len(events.received) + ["failed"] * len(events.failed))
+        if ends:
+            assert not pair.connector._pending, "nothing is written any more"
+
+    def finish(number: int) -> None:
+        transfer = moving.pop(number)
+        pair.finish(transfer)
+        if transfer.state is TransferState.DONE:
+            done.add(number)
+
+    # At the end all ranks answer, and all that moves ends.
+    for action, second in [*steps, *[(action, second) for action in ("give", "finish") for second in (False, True)]]:
+        number = int(second)
+        is_read = not needs_nothing and (total_heads == 2 or number == 0)
+        can_answer = number not in lost | answered
+        if action == "give" and can_answer:
+            answered.add(number)
+            transfer = pair.give(number)
+            assert transfer is None or is_read
+            if transfer is not None:
+                moving[number] = transfer
+        elif action == "refuse" and can_answer:
+            answered.add(number)
+            links[number].answer(Claim, Refused(sequence=1, reason="no"))
+            troubled |= is_read or needs_nothing
+        elif action == "break" and number not in lost:
+            lost.add(number)
+            troubled |= number not in done and not ends and (is_read or (needs_nothing and number not in answered))
+            pair.puller.on_link_lost(links[number], PeerDead("it ended"))  # type: ignore[arg-type]
+        elif action == "finish" and number in moving:
+            finish(number)
+        elif action == "cancel":
+            troubled |= not ends
+            pair.puller.cancel("r")
+        hear()
+    assert ends == ["failed" if troubled else "received"]
+    assert pair.all_ended()
+    for number, told in enumerate(pair.told()):
+        assert told == [readers[number]] or (number in lost and not told), "each rank is told once"
