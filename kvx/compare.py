@@ -64,9 +64,7 @@ def head_difference(ours: HeadRange, theirs: HeadRange) -> Difference | None:
     """Heads of ours that the other side does not hold are refused: nobody would bring them."""
     if ours.total != theirs.total or ours == theirs:
         return None
-    return Difference(
-        "heads", _text(ours), _text(theirs), is_bridged=theirs.start <= ours.start and ours.end <= theirs.end
-    )
+    return Difference("heads", str(ours), str(theirs), is_bridged=theirs.start <= ours.start and ours.end <= theirs.end)
 
 
 def require_equal(differences: Sequence[Difference]) -> None:
@@ -100,10 +98,6 @@ def _layers(side: GroupGeometry, other: GroupGeometry) -> str:
         return f"{len(side.layers)} layers"
     more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
     return f"{len(side.layers)} layers, {alone[0]}{more} only here"
-
-
-def _text(heads: HeadRange) -> str:
-    return f"heads {heads.start} to {heads.end - 1} of {heads.total}"
 
 
 def _shortened(text: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvx.digest import DIGEST_BYTES, GroupDigests, first_difference
 from kvx.errors import HandshakeError
-from kvx.geometry import GroupGeometry
+from kvx.geometry import GroupGeometry, HeadRange
 from kvx.handshake import DIGEST_PAGE_BYTES, Digests
 
 # Of each layer group of a hold, at most: a bound on what verifying costs, however long the prompt.
@@ -30,7 +30,7 @@ class Finding:
 class DigestCheck:
     """One hand-off's check: of the tokens that were wanted, and the heads that both sides hold.
 
-    `expected`: one digest for each wanted token and head of ours, counted apart from what is asked for and compared.
+    `expected`: one digest for each wanted token and head that is to come, counted apart from what is compared.
     `blocks`: ours, of which digests are to be taken.
     """
 
@@ -43,8 +43,12 @@ class DigestCheck:
         ours: Sequence[GroupGeometry],
         theirs: Sequence[GroupGeometry],
         sampled_of_tokens: int | None = None,
+        heads: Sequence[HeadRange | None] | None = None,
     ) -> None:
-        """`sampled_of_tokens`: only the sample is checked that the owner takes of so many tokens; None: everything."""
+        """`sampled_of_tokens`: only the sample is checked that the owner takes of so many tokens; None: everything.
+
+        `heads`: which of ours were to come from this owner, by layer group; None: all.
+        """
         samples = [
             [(0, _ALL)] if sampled_of_tokens is None else sampled_ranges(remote_request_id, group, sampled_of_tokens)
             for group in theirs
@@ -55,9 +59,13 @@ class DigestCheck:
         self._first_token = first_token
         self._ours = ours
         self._own: list[GroupDigests] | None = None
+        counts = [
+            group.heads.count if heads is None else 0 if (part := heads[index]) is None else part.count
+            for index, group in enumerate(ours)
+        ]
         self.expected = sum(
-            group.heads.count * _wanted_tokens(of_group, group, first_token, num_tokens, sample)
-            for group, of_group, sample in zip(ours, blocks, samples, strict=True)
+            count * _wanted_tokens(of_group, group, first_token, num_tokens, sample)
+            for count, group, of_group, sample in zip(counts, ours, blocks, samples, strict=True)
         )
         self._pages: dict[tuple[int, int], tuple[Digests, bytes]] = {}
         self._first_head = [

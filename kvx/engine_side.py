@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -25,6 +25,7 @@ from kvx.inject import Fault, Injector
 from kvx.metrics import HandoffMetrics, is_logged
 from kvx.offload import Eviction
 from kvx.peer import EngineInfo, PeerDescriptor, VerifyMode
+from kvx.ranks import Share
 from kvx.seal import DEFAULT_WINDOW_S
 from kvx.secret import Secret
 from kvx.tracing import HandoffTracer
@@ -119,7 +120,8 @@ class HandoffSettings:
 class Pull:
     """What the engine asks for. `blocks`: per layer group, by position; -1 where nothing is wanted.
 
-    `ticket`: the owner's, which a pull needs where there is a secret.
+    `ticket`: the owner's, which a pull needs where there is a secret. `shares`: what is read of which rank of the owner
+    (`kvx.ranks.shares`), whose first rank listens at `port` and the others after it; without, all of the one at `port`.
     """
 
     request_id: str
@@ -131,11 +133,24 @@ class Pull:
     first_token: int
     num_tokens: int
     ticket: str = ""
+    shares: tuple[Share, ...] = ()
+
+    def of(self, share: Share) -> Pull:
+        """The pull of that share alone. Of a rank of which nothing is read, no tokens: it is only told."""
+        blocks = [
+            blocks if heads is not None else [-1] * len(blocks)
+            for blocks, heads in zip(self.blocks, share.heads, strict=False)
+        ]
+        num_tokens = self.num_tokens if share.reads else 0
+        return replace(self, port=self.port + share.owner_rank, blocks=blocks, num_tokens=num_tokens, shares=(share,))
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request that will be pulled when its turn comes: its hold is renewed until then."""
+    """A request that will be pulled when its turn comes: its hold is renewed until then.
+
+    `num_ranks`: of the owner that keep a hold for it each; they listen at `port` and after it.
+    """
 
     request_id: str
     remote_request_id: str
@@ -143,6 +158,7 @@ class Waiting:
     host: str
     port: int
     ticket: str = ""
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,14 @@ class HeadRange:
     def end(self) -> int:
         return self.start + self.count
 
+    def common(self, other: HeadRange) -> HeadRange | None:
+        """The heads that both hold."""
+        start, end = max(self.start, other.start), min(self.end, other.end)
+        return HeadRange(start, end - start, self.total) if start < end and self.total == other.total else None
+
+    def __str__(self) -> str:
+        return f"heads {self.start} to {self.end - 1} of {self.total}"
+
 
 @dataclass(frozen=True)
 class GroupGeometry:

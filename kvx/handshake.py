@@ -20,6 +20,7 @@ from kvx.curve import Curve, read_curve
 from kvx.errors import Crowded, HandshakeError, KVXError, LeaseExpired, PeerDead, StaleGeneration, TicketRefused
 from kvx.geometry import GroupGeometry
 from kvx.peer import EngineInfo, PeerDescriptor, VerifyMode
+from kvx.ranks import MOST_RANKS
 from kvx.seal import MESSAGE_LIMIT_BYTES as MESSAGE_LIMIT_BYTES
 from kvx.seal import PROTOCOL_VERSION, REQUEST_LIMIT_BYTES, RequestSeal, require_size
 from kvx.seal import RefusedMessage as RefusedMessage
@@ -90,13 +91,16 @@ class Claim(Message):
     """Ask for a held request. One not held yet is waited for, `wait_s` at most.
 
     `reader` names the pull, not only its engine: several pulls may claim one hold, and each releases its own claim.
-    `ticket` as the owner's engine signed it; empty without a secret.
+    `share`: what the pulls of an engine's ranks for one request have in common; so many `claims` come of them, and the
+    hold waits for all. `ticket` as the owner's engine signed it; empty without a secret.
     """
 
     request_id: Text
     reader: Text
     wait_s: Seconds
     ticket: Annotated[str, msgspec.Meta(max_length=LONGEST_TICKET)] = ""
+    share: Text = ""
+    claims: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)] = 1
 
 
 class Claimed(Message):

@@ -30,20 +30,20 @@ class Heartbeat:
     def __init__(self, side: EngineSide, owners: Owners, open_owner: Callable[[Owner], None]) -> None:
         self._side, self._owners, self._open_owner = side, owners, open_owner
         self._beats: set[Beat] = set()
-        self._waiting: dict[str, Beat] = {}  # by our request
+        self._waiting: dict[str, list[Beat]] = {}  # by our request, one for each rank of the owner
 
     def keep(self, waiting: Waiting, now: float) -> None:
         """Renew the hold of a request until its pull has `begun`. Crowded: as `Owners.get`."""
         self.begun(waiting.request_id)
         due = now + min(FIRST_RENEWAL_S, self._side.settings.lease_s / 3)
-        beat = Beat(self._owners.get(waiting.host, waiting.port), waiting.remote_request_id, due)
-        self._waiting[waiting.request_id] = beat
-        self._add(beat)
+        beats = self._waiting[waiting.request_id] = []
+        for rank in range(waiting.num_ranks):
+            beats.append(Beat(self._owners.get(waiting.host, waiting.port + rank), waiting.remote_request_id, due))
+            self._add(beats[-1])
 
     def begun(self, request_id: str) -> None:
         """The request waits no longer."""
-        beat = self._waiting.pop(request_id, None)
-        if beat is not None:
+        for beat in self._waiting.pop(request_id, []):
             self._stop(beat)
 
     def follow(self, pull: ActivePull, left_s: float) -> None:

@@ -5,7 +5,9 @@ told how long they have and discard what they read after that, so a block is nev
 go of it.
 
 Several pulls may read one hold: the samples of a request with n > 1, or a router's second attempt. It ends with the
-last of those that claimed it. One that claims later is refused: the blocks may have other content by then.
+last of those that claimed it. One that claims later is refused: the blocks may have other content by then. Where the
+ranks of one engine read it, each with a pull of its own (a share), the first claim says how many come, and all of them
+are waited for.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Hold:
     lease_s: float = 0.0
     latest: float = 0.0
     digests: DigestsFuture | None = None
-    readers: set[str] = field(default_factory=set)  # pulls that claimed it and are not done
+    readers: dict[str, str] = field(default_factory=dict)  # pulls that claimed it and are not done, and their share
+    awaited: dict[str, int] = field(default_factory=dict)  # by share, how many of its pulls are not done
     # For the injection `stale` only: reported as released already, and not answered before its blocks are reused.
     is_freed: bool = False
     is_awaiting_reuse: bool = False
@@ -128,11 +131,14 @@ class HoldTable:
         elif self.is_suspended and claim.reader not in hold.readers:
             reason = f"request {claim.request_id} cannot be read: its owner's cache is changing"
             self._refuse(sender, claim, reason, StaleGeneration.cause)
-        elif len(hold.readers) >= MOST_READERS and claim.reader not in hold.readers:
+        elif max(len(hold.readers), len(hold.awaited)) >= MOST_READERS and claim.reader not in hold.readers:
             reason = f"request {claim.request_id} is being read by {MOST_READERS} pulls already"
             self._refuse(sender, claim, reason, Crowded.cause)
         else:
-            hold.readers.add(claim.reader)
+            share = claim.share if claim.claims > 1 else ""
+            if share and claim.reader not in hold.readers:
+                hold.awaited.setdefault(share, claim.claims)
+            hold.readers[claim.reader] = share
             self.send(sender, self._claimed(hold, claim.sequence, now))
 
     def renew(self, sender: bytes, ask: Renew, now: float) -> bool:
@@ -167,8 +173,12 @@ class HoldTable:
         hold = self.holds.get(request_id)
         if hold is None or reader not in hold.readers:
             return False
-        hold.readers.remove(reader)
-        if hold.readers:
+        share = hold.readers.pop(reader)
+        if share in hold.awaited:
+            hold.awaited[share] -= 1
+            if not hold.awaited[share]:
+                del hold.awaited[share]
+        if hold.readers or hold.awaited:
             return False
         self._end(hold, Ending.RELEASED)
         return not hold.is_freed

@@ -13,6 +13,7 @@ from kvx.errors import ConnectorError, Crowded, HandshakeError, KVXError, PeerMi
 from kvx.handshake import Declined, Release, Welcome, descriptor
 from kvx.peer import Peer, PeerDescriptor, require_compatible
 from kvx.pull_state import ActivePull, Owner
+from kvx.ranks import Share
 from kvx.sidechannel import Link, reason_of
 
 logger = logging.getLogger(__name__)
@@ -96,10 +97,13 @@ class Owners:
     def is_kept(self, owner: Owner) -> bool:
         return self._owners.get(owner.place) is owner
 
-    def connect(self, owner: Owner, welcome: Welcome) -> None:
-        """PeerMismatch or LayoutError when the two engines cannot exchange KV; HandshakeError on bad metadata."""
+    def connect(self, owner: Owner, welcome: Welcome, share: Share | None = None) -> None:
+        """PeerMismatch or LayoutError when the two engines cannot exchange KV; HandshakeError on bad metadata.
+
+        `share`: what is to be read of it; without, all of our heads.
+        """
         theirs = descriptor(welcome)
-        bridged = require_compatible(self._side.describe(), theirs)
+        bridged = require_compatible(self._side.describe(), theirs, None if share is None else share.heads)
         candidates = self._candidates(theirs)
         self.disconnect(owner)
         owner.connector, owner.peer = _connected(candidates, theirs)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvx.compare import Difference, group_differences, head_difference, require_equal
 from kvx.errors import LayoutError
-from kvx.geometry import GroupGeometry
+from kvx.geometry import GroupGeometry, HeadRange
 from kvx.layout import KVCacheLayout
 
 Int64s = npt.NDArray[np.int64]
@@ -69,10 +69,13 @@ class PeerDescriptor:
         return self.instance, self.generation
 
 
-def require_compatible(ours: PeerDescriptor, theirs: PeerDescriptor) -> list[Difference]:
+def require_compatible(
+    ours: PeerDescriptor, theirs: PeerDescriptor, needed: Sequence[HeadRange | None] | None = None
+) -> list[Difference]:
     """In what two engines differ and may; ours is the one that reads. PeerMismatch names all, where one must not.
 
-    All of our heads must be among theirs: one owner is read, and heads that it lacks would stay as they were.
+    `needed`: the heads that are read of this owner, by layer group, None where none are; by default all of ours. They
+    must be among theirs: heads that it lacks would stay as they were.
     """
     found = [Difference(name, getattr(ours.info, name), getattr(theirs.info, name)) for name in COMPARED_FIELDS]
     our_groups, their_groups = ([group.name for group in side.groups] for side in (ours, theirs))
@@ -80,7 +83,7 @@ def require_compatible(ours: PeerDescriptor, theirs: PeerDescriptor) -> list[Dif
     if our_groups == their_groups:
         pairs = list(zip(ours.groups, theirs.groups, strict=True))
         found += _differences_of_groups(pairs)
-        found += _differences_of_ranks(ours, theirs, pairs)
+        found += _differences_of_ranks(ours, theirs, needed)
     found.append(_layouts(ours, theirs))
     takes_fewer = _MODES.index(ours.verify) > _MODES.index(theirs.verify)
     found.append(Difference("verify", ours.verify, theirs.verify, is_bridged=not takes_fewer))
@@ -116,10 +119,14 @@ def _differences_of_groups(pairs: Sequence[tuple[GroupGeometry, GroupGeometry]])
 
 
 def _differences_of_ranks(
-    ours: PeerDescriptor, theirs: PeerDescriptor, pairs: Sequence[tuple[GroupGeometry, GroupGeometry]]
+    ours: PeerDescriptor, theirs: PeerDescriptor, needed: Sequence[HeadRange | None] | None
 ) -> list[Difference]:
     """The first heads that are missing, or that are only some of theirs, and the tensor parallel sizes behind it."""
-    heads = [item for pair in pairs if (item := head_difference(pair[0].heads, pair[1].heads)) is not None]
+    wanted = [group.heads for group in ours.groups] if needed is None else needed
+    pairs = zip(wanted, theirs.groups, strict=True)
+    heads = [
+        item for our, their in pairs if our is not None and (item := head_difference(our, their.heads)) is not None
+    ]
     first = min(heads, key=lambda item: item.is_bridged, default=None)
     is_bridged = first is None or first.is_bridged
     sizes = Difference("tp_size", ours.info.tp_size, theirs.info.tp_size, is_bridged=is_bridged)

@@ -31,6 +31,7 @@ class Checker:
         check = DigestCheck(
             spec.remote_request_id, spec.blocks, spec.first_token, spec.num_tokens, self._side.groups, theirs.groups,
             pull.held_tokens if self._side.settings.verify == "sample" else None,
+            None if pull.share is None else pull.share.heads,
         )  # fmt: skip
         self._side.metrics.digests_expected += check.expected
         for ask in check.asks:

@@ -11,6 +11,7 @@ from kvx.engine_side import Pull
 from kvx.errors import KVXError
 from kvx.peer import Peer, PeerDescriptor
 from kvx.plan import Runs
+from kvx.ranks import Share
 from kvx.sidechannel import Link
 
 
@@ -66,6 +67,20 @@ class Phase(StrEnum):
 
 
 @dataclass(eq=False)
+class Joint:
+    """The pulls of one request, one from each rank of the owner, that end as one: `pulls` are those on their way.
+
+    `failed`: the first that failed, and why.
+    """
+
+    spec: Pull
+    started: float
+    pulls: set[ActivePull] = field(default_factory=set)
+    failed: tuple[Pull, KVXError] | None = None
+    is_over: bool = False
+
+
+@dataclass(eq=False)
 class ActivePull:
     """One pull on its way. Times are monotonic; `kept_until` is our own clock's bound on the owner's lease.
 
@@ -74,6 +89,7 @@ class ActivePull:
     """
 
     spec: Pull
+    joint: Joint
     owner: Owner
     reader: str
     started: float
@@ -93,6 +109,11 @@ class ActivePull:
     pieces: list[Runs] = field(default_factory=list)
     spans_s: dict[str, float] = field(default_factory=dict)
     span_started: float = 0.0
+
+    @property
+    def share(self) -> Share | None:
+        """None where its one owner has all."""
+        return self.spec.shares[0] if self.spec.shares else None
 
     def span(self, name: str, now: float) -> None:
         """The step `name` ends now, and the next one begins."""

@@ -6,14 +6,16 @@
     MOVE   the planned runs are read; over when every transfer is terminal
     CHECK  only when verifying: our digests of what arrived against the owner's (`pull_check`)
 
-Everything here runs on the hand-off thread. A pull ends exactly once, as received or as failed, and not before no
-transfer touches its blocks any more.
+Where the owner has several ranks, a request has a pull from each that holds something for us, or that must be told to
+let go; they end as one. Everything here runs on the hand-off thread. A request ends exactly once, as received or as
+failed, and not before no transfer touches its blocks any more.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -45,7 +47,7 @@ from kvx.owners import OpenLink, Owners
 from kvx.peer import PeerDescriptor
 from kvx.plan import Runs, plan
 from kvx.pull_check import Checker
-from kvx.pull_state import ActivePull, Owner, Phase
+from kvx.pull_state import ActivePull, Joint, Owner, Phase
 from kvx.sidechannel import Link
 from kvx.ticket import Ticket, read_ticket
 
@@ -59,7 +61,7 @@ class Puller:
     def __init__(self, side: EngineSide, open_link: OpenLink, close_link: Callable[[Link], None]) -> None:
         self._side = side
         self._owners = Owners(side, open_link, close_link)
-        self._pulls: dict[str, ActivePull] = {}
+        self._joints: dict[str, Joint] = {}
         self._by_transfer: dict[Transfer, ActivePull] = {}
         self._has_begun = False
         self._heartbeat = Heartbeat(side, self._owners, lambda owner: self._owners.open(owner, self._on_opened))
@@ -68,6 +70,10 @@ class Puller:
     @property
     def links(self) -> list[Link]:
         return self._owners.links
+
+    @property
+    def _active(self) -> list[ActivePull]:
+        return [pull for joint in self._joints.values() for pull in joint.pulls]
 
     @property
     def is_moving(self) -> bool:
@@ -83,37 +89,46 @@ class Puller:
 
         ConnectorStateError for a request that is being pulled already: its outcome is the first one's.
         """
-        if spec.request_id in self._pulls:
+        if spec.request_id in self._joints:
             raise ConnectorStateError(f"request {spec.request_id} is being pulled already")
+        joint = Joint(spec, now)
+        self._joints[spec.request_id] = joint
+        pulls: list[ActivePull] = []
         try:
-            owner = self._owners.get(spec.host, spec.port)
+            for each in [spec.of(share) for share in spec.shares] or [spec]:
+                owner = self._owners.get(each.host, each.port)
+                deadline = now + self._side.settings.transfer_deadline_s
+                pull = ActivePull(each, joint, owner, self._side.new_reader_name(), started=now, deadline=deadline)
+                pull.span_started = now
+                owner.pulls.add(pull)
+                joint.pulls.add(pull)
+                pulls.append(pull)
         except Crowded as error:
             self._heartbeat.begun(spec.request_id)
-            self._count_failure(spec, error)
+            joint.failed = spec, error
+            self._fail_each(pulls, error)
+            self._end(joint)
             return
-        deadline = now + self._side.settings.transfer_deadline_s
-        pull = ActivePull(spec, owner, self._side.new_reader_name(), started=now, deadline=deadline)
-        pull.span_started = now
-        self._pulls[spec.request_id] = pull
-        owner.pulls.add(pull)
         self._heartbeat.begun(spec.request_id)
-        self._guard(pull, self._begin)
+        for pull in pulls:
+            self._guard(pull, self._begin)
 
     def keep(self, waiting: Waiting, now: float) -> None:
         """Renew a request's hold until its pull begins; where that cannot be, the pull will say why not."""
-        if waiting.request_id in self._pulls:
+        if waiting.request_id in self._joints:
             return
         try:
-            self._require_ticket(waiting)
+            for rank in range(waiting.num_ranks):
+                self._require_ticket(replace(waiting, port=waiting.port + rank))
             self._heartbeat.keep(waiting, now)
         except KVXError:
             return
 
     def cancel(self, request_id: str) -> None:
         """A request of the engine's: the pull ends as failed, once its blocks are safe."""
-        pull = self._pulls.get(request_id)
-        if pull is not None:
-            self._fail(pull, TransferCancelled("cancelled by the engine"))
+        joint = self._joints.get(request_id)
+        if joint is not None:
+            self._fail_each(joint.pulls, TransferCancelled("cancelled by the engine"))
 
     def on_transfer(self, transfer: Transfer) -> None:
         """A transfer of ours became terminal."""
@@ -139,7 +154,7 @@ class Puller:
     def tick(self, now: float) -> None:
         """Leases, and deadlines of everything but transfers, whose deadlines are the connector's."""
         self._heartbeat.tick(now)
-        for pull in list(self._pulls.values()):
+        for pull in self._active:
             if pull.phase is Phase.MOVE and now >= pull.kept_until and pull.cause is None:
                 self._fail_each([pull], _lease_ended())
             if now >= pull.deadline and pull.phase is not Phase.MOVE and pull.cause is None:
@@ -151,21 +166,21 @@ class Puller:
         self._owners.release_due(now)
 
     def next_time(self) -> float | None:
-        times = [pull.deadline for pull in self._pulls.values() if pull.phase is not Phase.MOVE]
+        times = [pull.deadline for pull in self._active if pull.phase is not Phase.MOVE]
         renewal = self._heartbeat.next_time()
         times += [] if renewal is None else [renewal]
         return min(times + self._owners.release_times(), default=None)
 
     def suspend(self) -> None:
         """Fail what is on its way: the cache is about to change. Transfers in flight end as in `close`."""
-        self._fail_each(self._pulls.values(), ConnectorStateError("the cache went to sleep or changed; ask again"))
+        self._fail_each(self._active, ConnectorStateError("the cache went to sleep or changed; ask again"))
 
     def close(self) -> None:
         """Fail what is on its way and let go of the owners.
 
         A pull whose transfer is in flight ends with that: while `is_moving`, go on polling the connectors.
         """
-        self._fail_each(self._pulls.values(), ConnectorStateError("the hand-off was closed"))
+        self._fail_each(self._active, ConnectorStateError("the hand-off was closed"))
         self._heartbeat.close()
         self._owners.close()
 
@@ -217,7 +232,7 @@ class Puller:
         owner.is_greeting = False
         waiting = [pull for pull in owner.pulls if pull.phase is Phase.GREET and pull.cause is None]
         try:
-            self._owners.connect(owner, expect(reply, Welcome))
+            self._owners.connect(owner, expect(reply, Welcome), waiting[0].share if waiting else None)
         except KVXError as error:
             if isinstance(error, PeerMismatch):
                 self._owners.decline(owner, error)
@@ -238,6 +253,7 @@ class Puller:
                 theirs.info.engine_id,
                 "ask the engine that holds the request",
             )
+        self._require_heads(pull, theirs)
         now = self._side.clock()
         pull.span("greet", now)
         pull.phase, pull.claim_sent, pull.has_claimed = Phase.CLAIM, now, True
@@ -248,7 +264,23 @@ class Puller:
             wait_s=max(0.0, pull.deadline - now),
             ticket=pull.spec.ticket if self._side.secret is not None else "",
         )
+        if pull.share is not None:
+            claim.share = f"{self._side.info.engine_id}/{pull.spec.request_id}"
+            claim.claims = pull.share.claims
         pull.owner.link.ask(claim, lambda reply: self._guard(pull, lambda pull: self._on_claimed(pull, reply)))
+
+    def _require_heads(self, pull: ActivePull, theirs: PeerDescriptor) -> None:
+        """PeerMismatch: this rank of the owner holds other heads than its share; the other shares would not fit it."""
+        if pull.share is None:
+            return
+        for our_group, their_group, heads in zip(self._side.groups, theirs.groups, pull.share.heads, strict=True):
+            if heads is not None and our_group.heads.common(their_group.heads) != heads:
+                raise PeerMismatch(
+                    "heads",
+                    f"{heads} to be read from rank {pull.share.owner_rank}",
+                    str(their_group.heads),
+                    "pass kv_transfer_params on as prefill gave them",
+                )
 
     def _on_claimed(self, pull: ActivePull, reply: Reply) -> None:
         if pull.phase is not Phase.CLAIM or pull.cause is not None:
@@ -369,7 +401,7 @@ class Puller:
 
     def _guard(self, pull: ActivePull, step: Callable[[ActivePull], None]) -> None:
         """Run a step of a pull that is still on its way; what it raises is that pull's failure and no one else's."""
-        if self._pulls.get(pull.spec.request_id) is not pull:
+        if pull not in pull.joint.pulls:
             return
         try:
             step(pull)
@@ -381,6 +413,8 @@ class Puller:
 
     def _fail(self, pull: ActivePull, cause: KVXError) -> None:
         """End as failed, now or when the last transfer is terminal. The first cause counts."""
+        if pull not in pull.joint.pulls:
+            return  # it ended with another one of its request
         if pull.cause is None:
             pull.cause = cause
             self._heartbeat.leave(pull)
@@ -404,32 +438,49 @@ class Puller:
         assert pull.cause is not None, "what failed has a cause"
         if pull.spec.num_tokens:
             self._trace(pull, pull.cause.cause)
-        self._count_failure(pull.spec, pull.cause)
+        joint = pull.joint
+        # A rank of which nothing is read may keep its blocks until their lease ends: nothing is missing here.
+        if joint.failed is None and (pull.spec.num_tokens or not joint.spec.num_tokens):
+            joint.failed = pull.spec, pull.cause
+            self._fail_each(joint.pulls, pull.cause)
+        self._end(joint)
 
-    def _count_failure(self, spec: Pull, cause: KVXError) -> None:
-        if spec.num_tokens:
-            self._side.metrics.failure(cause.cause)
-        self._side.fail(spec, cause)
+    def _end(self, joint: Joint) -> None:
+        """Tell the engine how its request ended, when the last of its pulls has: no transfer touches its blocks."""
+        if joint.pulls or joint.is_over:
+            return
+        joint.is_over = True
+        self._joints.pop(joint.spec.request_id, None)
+        metrics = self._side.metrics
+        if joint.failed is not None:
+            spec, cause = joint.failed
+            if joint.spec.num_tokens:
+                metrics.failure(cause.cause)
+            self._side.fail(spec, cause)
+            return
+        if joint.spec.num_tokens:
+            metrics.received += 1
+            metrics.blocks += self._side.count_blocks(joint.spec)
+            metrics.durations_s.append(self._side.clock() - joint.started)
+        else:
+            metrics.released_only += 1
+        self._side.receive(joint.spec.request_id)
 
     def _end_released(self, pull: ActivePull) -> None:
         """It had nothing to move: its claim was only to tell the owner that the blocks are not needed."""
         self._forget(pull)
-        self._side.metrics.released_only += 1
-        self._side.receive(pull.spec.request_id)
+        self._end(pull.joint)
 
     def _end_received(self, pull: ActivePull) -> None:
         self._drop(pull)
         metrics = self._side.metrics
-        metrics.received += 1
         metrics.transfers += 1
         if pull.connector is not None:
             metrics.by_connector[pull.connector.name] = metrics.by_connector.get(pull.connector.name, 0) + 1
         metrics.bytes += pull.moved.total_bytes
-        metrics.blocks += self._side.count_blocks(pull.spec)
-        metrics.durations_s.append(self._side.clock() - pull.started)
         metrics.spans_s.append(pull.spans_s)
         self._trace(pull, "received")
-        self._side.receive(pull.spec.request_id)
+        self._end(pull.joint)
         self._owners.release_soon(pull, self._side.clock())
 
     def _trace(self, pull: ActivePull, outcome: str) -> None:
@@ -452,7 +503,7 @@ class Puller:
 
     def _drop(self, pull: ActivePull) -> None:
         self._heartbeat.leave(pull)
-        self._pulls.pop(pull.spec.request_id, None)
+        pull.joint.pulls.discard(pull)
         pull.owner.pulls.discard(pull)
 
 

@@ -182,8 +182,8 @@ class FaultEngine(Engine):
 
     def phase(self, name: str) -> str:
         """Where in the hand-off a request is."""
-        pull = self.worker._puller._pulls.get(name)
-        return "" if pull is None else pull.phase.name.lower()
+        joint = self.worker._puller._joints.get(name)
+        return next((pull.phase.name.lower() for pull in joint.pulls), "") if joint is not None else ""
 
     def is_gated(self) -> bool:
         """The first piece has been read, and nobody knows."""

@@ -40,6 +40,7 @@ class EngineConfig:
     sliding_layers: int = 0
     total_heads: int | None = None  # of the model, when this engine is one rank of several
     first_head: int = 0
+    tp_rank: int = 0
     tp_size: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
@@ -88,7 +89,7 @@ class Engine:
         self.groups = tuple(group_geometry(self.geometry, index, heads) for index in range(len(self.geometry.groups)))
         info = EngineInfo(
             engine_id=config.engine_id, model=config.model, dtype=config.dtype, kv_cache_dtype=config.dtype,
-            tp_size=config.tp_size,
+            tp_rank=config.tp_rank, tp_size=config.tp_size,
         )  # fmt: skip
         secret = read_secret()
         self.worker = HandoffWorker(settings, info, self.connectors, secret=secret, curve=read_curve(secret))

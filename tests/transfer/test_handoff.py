@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from typing import Any
 
 import pytest
 from engine_process import EngineConfig, Remote, StartEngines
+
+from kvx.errors import EngineError
+from kvx.ranks import heads_of_rank, shares
+from kvx.servers import free_ports, require_free_port
 
 pytestmark = pytest.mark.transfer
 
@@ -150,6 +155,66 @@ def test_a_rank_reads_its_heads_from_an_owner_of_all(start_engines: StartEngines
         mine = b"".join(everything[(4 * layer + 2 * index) * size :][: 2 * size] for layer in range(3))
         assert rank.read([[7, 8]], 0, 20) == [mine]
         assert rank.status()["digests"]["checked"] == 2 * 20
+
+
+def two_free_ports() -> int:
+    """The first of two that follow one another, as an engine's ranks have them."""
+    while True:
+        (port,) = free_ports(1)
+        with contextlib.suppress(EngineError):
+            require_free_port("127.0.0.1", port + 1)
+            return port
+
+
+@pytest.mark.parametrize(("reader_size", "owner_size"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("total", [4, 1])
+def test_ranks_read_ranks(start_engines: StartEngines, reader_size: int, owner_size: int, total: int) -> None:
+    """Tensor parallel sizes that differ, also with one KV head, which every rank holds: each head arrives once."""
+
+    def rank(name: str, number: int, size: int, **fields: Any) -> EngineConfig:
+        heads = heads_of_rank(total, number, size)
+        return EngineConfig(
+            name, num_kv_heads=heads.count, first_head=heads.start, total_heads=total, tp_rank=number, tp_size=size,
+            **fields,
+        )  # fmt: skip
+
+    first_port = two_free_ports()
+    engines = start_engines(
+        *(
+            rank("prefill", number, owner_size, settings={**VERIFY, "side_channel_port": first_port + number})
+            for number in range(owner_size)
+        ),
+        *(
+            rank("decode", number, reader_size, settings=VERIFY, layout="LBNHC", block_size_tokens=32)
+            for number in range(reader_size)
+        ),
+    )
+    owners, readers = engines[:owner_size], engines[owner_size:]
+    heads: dict[int, list[bytes]] = {}  # each head's content by layer, as an owner has it
+    for number, owner in enumerate(owners):
+        owner.fill([[5, 3, 9]], 40, number if total > 1 else 0)
+        owner.hold("r", [[5, 3, 9]], 40)
+        (content,), held = owner.read([[5, 3, 9]], 0, 40), heads_of_rank(total, number, owner_size)
+        size = len(content) // (3 * held.count)
+        for index, head in enumerate(range(held.start, held.end)):
+            heads[head] = [content[(layer * held.count + index) * size :][:size] for layer in range(3)]
+    for number, reader in enumerate(readers):
+        reader.pull(
+            request_id="mine", remote_request_id="r", remote_engine_id="prefill", host="127.0.0.1", port=first_port,
+            blocks=[[7, 2]], first_token=0, num_tokens=40,
+            shares=tuple(shares([total], number, reader_size, owner_size)),
+        )  # fmt: skip
+        events = reader.events(20)
+        assert events["received"] == {"mine"}, f"also the last one, long after the first has released: {events}"
+    for owner in owners:
+        assert owner.events(20)["released"] == {"r"}
+    for number, reader in enumerate(readers):
+        ours = heads_of_rank(total, number, reader_size)
+        expected = [heads[head][layer] for layer in range(3) for head in range(ours.start, ours.end)]
+        assert reader.read([[7, 2]], 0, 40) == [b"".join(expected)]
+        digests = reader.status()["digests"]
+        assert digests["checked"] == digests["expected"] == 40 * ours.count
+        assert digests["mismatched"] == 0
 
 
 def test_several_pulls_of_one_hold_all_read_it(start_engines: StartEngines) -> None:

@@ -62,13 +62,25 @@ class Holds(RuleBasedStateMachine):
         self.table.add(Hold(unique, ((1,),), 8, self.now + LEASE_S, LEASE_S, self.now + LONGEST_S), self.now)
         self.hear()
 
-    @rule(name=NAMES, reader=READERS, wait=st.floats(0, 20))
-    def claim(self, name: str, reader: str, wait: float) -> None:
+    @rule(name=NAMES, reader=READERS, wait=st.floats(0, 20), claims=st.sampled_from([1, 1, 2, 3]))
+    def claim(self, name: str, reader: str, wait: float, claims: int) -> None:
+        """By a pull alone, or by one of several ranks, of which some may never come."""
         self.current.setdefault(name, f"{name}0")
         sequence = len(self.asked) + 1
         self.asked[sequence] = reader
         unique = self.name_of(name)
-        self.table.claim(b"", Claim(sequence=sequence, request_id=unique, reader=reader, wait_s=wait), self.now)
+        self.table.claim(
+            b"",
+            Claim(
+                sequence=sequence,
+                request_id=unique,
+                reader=reader,
+                wait_s=wait,
+                share="s" * (claims > 1),
+                claims=claims,
+            ),
+            self.now,
+        )
         self.hear()
 
     @rule(name=NAMES)
@@ -79,7 +91,10 @@ class Holds(RuleBasedStateMachine):
     @rule(name=NAMES, reader=READERS)
     def release(self, name: str, reader: str) -> None:
         """Also what a cancelled, failed or rejected pull ends with; a reader that dies sends nothing."""
+        hold = self.table.holds.get(self.name_of(name))
+        awaited = dict(hold.awaited) if hold is not None else {}
         if self.table.release(self.name_of(name), reader):
+            assert sum(awaited.values()) <= 1, "another rank still comes"
             self.free(self.name_of(name))
         self.hear()
 

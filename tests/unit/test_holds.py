@@ -164,6 +164,64 @@ def test_a_hold_ends_with_the_last_of_its_readers() -> None:
     assert "was released" in answer.reason, "its blocks may have other content now"
 
 
+def of_rank(rank: int, share: str = "d/r", claims: int = 2) -> Claim:
+    return Claim(sequence=7, request_id="r", reader=f"{share}/{rank}", wait_s=3.0, share=share, claims=claims)
+
+
+def test_a_hold_that_ranks_share_ends_with_the_last_of_them_also_when_it_claims_late() -> None:
+    table = Table()
+    table.add(hold(), 0.0)
+    table.claim(b"x", of_rank(0), 1.0)
+    assert not table.release("r", "d/r/0"), "one more comes"
+    assert not table.is_being_read
+    table.claim(b"x", of_rank(1), 2.0)
+    assert all(isinstance(answer, Claimed) for answer in table.answers())
+    assert table.release("r", "d/r/1")
+
+
+def test_shares_of_several_requests_are_waited_for_apart() -> None:
+    table = Table()
+    table.add(hold(), 0.0)
+    for share in ("one", "other"):
+        table.claim(b"x", of_rank(0, share), 1.0)
+    table.claim(b"x", of_rank(0, "one"), 1.0)  # the same pull once more: it greeted again
+    table.claim(b"x", of_rank(1, "one"), 1.0)
+    assert [table.release("r", f"one/{rank}") for rank in (0, 1)] == [False, False]
+    assert not table.release("r", "other/0")
+    table.claim(b"x", of_rank(1, "other"), 1.0)
+    assert table.release("r", "other/1")
+
+
+def test_ranks_that_never_come_are_waited_for_until_the_lease_ends() -> None:
+    table = Table()
+    table.add(hold(), 0.0)
+    table.claim(b"x", of_rank(0), 1.0)
+    assert not table.release("r", "d/r/0")
+    assert table.next_time() == 10.0, "without the grace: nobody reads"
+    assert table.expire(10.0) == ["r"]
+    table.claim(b"x", of_rank(1), 11.0)
+    assert isinstance(table.answers()[-1], Refused)
+
+
+def test_the_owner_may_abort_while_nobody_reads() -> None:
+    table = Table()
+    table.add(hold(), 0.0)
+    table.claim(b"x", of_rank(0), 1.0)
+    assert not table.drop("r")
+    assert not table.release("r", "d/r/0")
+    assert table.drop("r")
+
+
+def test_shares_that_never_end_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holds, "MOST_READERS", 2)
+    table = Table()
+    table.add(hold(), 0.0)
+    for share in ("a", "b", "c"):
+        table.claim(b"x", of_rank(0, share), 1.0)
+        table.release("r", f"{share}/0")
+    assert [type(answer) for answer in table.answers()] == [Claimed, Claimed, Refused]
+
+
 def test_readers_that_never_end_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holds, "MOST_READERS", 2)
     table = Table()
