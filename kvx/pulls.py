@@ -348,10 +348,10 @@ class Puller:
         Else pulls that began together would be checked together, and nothing be read meanwhile. So as many pieces are
         on their way as without verifying, and no pull waits for another one's.
         """
-        spare = Counter(pull.owner for pull in self._pulls.values() if pull.phase is Phase.CHECK and pull.cause is None)
+        spare = Counter(pull.owner for pull in self._active if pull.phase is Phase.CHECK and pull.cause is None)
         if not spare:
             return
-        moving = [pull for pull in self._pulls.values() if pull.transfers and pull.cause is None]
+        moving = [pull for pull in self._active if pull.transfers and pull.cause is None]
         for pull in moving:
             spare[pull.owner] -= len(pull.transfers) - 1
         for pull in moving:

@@ -371,7 +371,7 @@ def test_a_pull_with_a_lent_place_ends_when_all_of_it_has_drained(monkeypatch: p
 
 def test_nothing_is_lent_to_a_pull_of_another_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = lending(monkeypatch)
-    (checked,) = [pull for pull in pair.puller._pulls.values() if pull.spec.request_id == "c"]
+    (checked,) = [pull for pull in pair.puller._active if pull.spec.request_id == "c"]
     checked.owner = dataclasses.replace(checked.owner)
     pair.puller.tick(time.monotonic())
     assert places(pair) == [10, 20]
