@@ -125,7 +125,10 @@ def _accuracy(problems: Sequence[Problem], answers: Sequence[Answer]) -> float:
 
 
 def _transfer(findings: Findings) -> dict[str, Any]:
-    """Sums over both engines; a fallback is a request that was answered without all its blocks being handed off."""
+    """Sums over both engines; a fallback is a request that was answered without all its blocks being handed off.
+
+    Of one engine by itself, which hands nothing off: a load that failed, or a store.
+    """
     parts = [status.get("transfer", {}) for status in findings.engines.values()]
     total = {key: sum(part.get(key, 0) for part in parts) for key in ("bytes", "blocks", "count", "failed")}
     answered = sum(not answer.error for answer in findings.all_answers)
@@ -137,6 +140,8 @@ def _transfer(findings: Findings) -> dict[str, Any]:
     for part in parts:
         failures.update(part.get("failures", {}))
     total["failures"] = dict(failures)
+    if not findings.hands_off:
+        return {**total, "fallbacks": _offload(findings)["failed"]}
     # A failed hand-off whose request was computed again is in both numbers.
     return {**total, "fallbacks": max(0, answered - total["count"], total["failed"])}
 

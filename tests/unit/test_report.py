@@ -204,6 +204,9 @@ def test_an_engine_that_offloads_needs_no_hand_off(offloaded):
     assert (report["offload"]["evictions"], report["offload"]["reloads"]) == (3, 2)
     assert report["external_hits"] == {"expected": 4, "observed": 4, "local": 2, "prompt_tokens": 12}
     assert report["digests"]["checked"] == 2
+    assert report["transfer"]["fallbacks"] == 0
+    offloaded.engines["single"]["offload"]["failed"] = 1
+    assert build(offloaded)["transfer"]["fallbacks"] == 1
 
 
 @pytest.mark.parametrize(
