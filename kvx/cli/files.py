@@ -20,6 +20,19 @@ def require_writable(path: Path | None) -> None:
         path.open("a").close()
 
 
+@contextlib.contextmanager
+def kept_writable(path: Path | None) -> Iterator[None]:
+    """`require_writable`; and no empty file is left where what is done meanwhile fails."""
+    is_new = path is not None and not path.exists()
+    require_writable(path)
+    try:
+        yield
+    except BaseException:
+        if path is not None and is_new:
+            path.unlink(missing_ok=True)
+        raise
+
+
 def write_text(path: Path, text: str) -> None:
     """Trigger of EngineError: the file cannot be written."""
     with _told_if_unwritable(path):

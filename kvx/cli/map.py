@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvx.cli import consoles
-from kvx.cli.files import read_object, require_writable, write_text
+from kvx.cli.files import kept_writable, read_object, write_text
 from kvx.errors import DatasetError, EngineError, KVXError
 from kvx.page import page, size_text
 from kvx.picture import Comparison, EngineMap, comparisons, engine_map, engines_of
@@ -35,11 +35,11 @@ def map_command(
         found = "both are given" if server else "neither is given"
         raise typer.BadParameter(f"{found}; give a report of kvx verify, or --server HOST:PORT of a running engine")
     questions: tuple[Comparison, ...] = ()
-    if report is not None:
-        engines, questions = _read(report)
-    else:
-        engines = tuple(engine_map(one, _status(one)) for one in server or ())
-    require_writable(html)
+    with kept_writable(html):
+        if report is not None:
+            engines, questions = _read(report)
+        else:
+            engines = tuple(engine_map(one, _status(one)) for one in server or ())
     for engine in engines:
         _draw(engine)
     _tell(questions)

@@ -221,6 +221,9 @@ def test_the_fields_that_differ_are_named(
         assert (field if " differs: " in field else f"{field} differs: ") in reason
     assert reason.count("refused: ") in (0, len(fields)), "one alone is one sentence"
     assert reader.status()["side_channel"] == {"refused": 0, "internal_errors": 0}
+    give_up = time.monotonic() + 10
+    while not owner.status()["messages_refused"] and time.monotonic() < give_up:
+        pass  # the message is on its way
     assert owner.status()["messages_refused"] == {"mismatch": 1}, "it is told"
 
 
