@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 STANDARD_OUTPUT = Path("-")
 DEVICES = ("cpu", "cuda")
+CLOSE_S = 15.0
 _STYLES = {"ok": "green", "skipped": "dim", "warning": "yellow", "error": "bold red"}
 _PANEL = "The engine of this side, as it will be started"
 
@@ -148,15 +152,40 @@ def _serve(where: Peer, extra: Mapping[str, Any], device: str) -> None:
     secret = read_secret()
     half = Half(settings, secret, read_curve(secret), device)
     half.open()
+    is_over = _interrupted()
     try:
         typer.echo(f"waiting at {where} for `kvx doctor --peer {where}` on the other host; Ctrl-C ends it")
-        while True:
-            if said := half.serve(timeout_s=1.0):
+        while not is_over.is_set():
+            if said := half.serve(timeout_s=0.5):
                 typer.echo(said)
     except KeyboardInterrupt:
         pass
     finally:
-        half.close()
+        _close_in_time(half.close)
+
+
+def _interrupted() -> threading.Event:
+    """Set by the first Ctrl-C: as an exception it may be raised in a library's callback, and be lost there. The second
+    one is an exception."""
+    event = threading.Event()
+
+    def note(*_: object) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, note)
+    return event
+
+
+def _close_in_time(close: Callable[[], None]) -> None:
+    """A transfer library may wait for a peer that has gone; nothing here is worth waiting for."""
+    closing = threading.Thread(target=close, name="kvx-doctor-close", daemon=True)
+    closing.start()
+    closing.join(CLOSE_S)
+    if closing.is_alive():
+        typer.echo(f"the transfer library has not ended within {CLOSE_S:g} s; leaving it", err=True)
+        sys.stdout.flush()
+        os._exit(0 if sys.exc_info()[0] is None else 1)
 
 
 # What is told
