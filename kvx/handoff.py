@@ -461,6 +461,8 @@ class HandoffWorker:
 
     def _finish(self) -> None:
         deadline = self._clock() + self._settings.transfer_deadline_s
+        while self._notes:  # what was asked for in the last moment has an outcome too
+            self._guarded(self._notes.popleft())
         self._puller.close()
         while self._puller.is_moving and self._clock() < deadline:
             self._poll_connectors()

@@ -63,6 +63,27 @@ def test_a_request_is_pulled_again_only_after_its_outcome_was_taken(worker: Hand
     worker.pull(a_pull(worker.port))
 
 
+def test_what_was_asked_for_in_the_last_moment_ends_too(worker: HandoffWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    looking, may_go, poll = threading.Event(), threading.Event(), worker._puller.tick
+
+    def held(now: float) -> None:
+        looking.set()
+        assert may_go.wait(5)
+        poll(now)
+
+    monkeypatch.setattr(worker._puller, "tick", held)
+    worker.cancel("nobody")  # so that a turn begins
+    assert looking.wait(5)
+    worker.pull(a_pull(worker.port))
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    while not worker._stopping:
+        pass
+    may_go.set()
+    closing.join(5)
+    assert worker.poll().failed["r"].text == "the hand-off was closed"
+
+
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", -1), ("a" * 64, 5000), ("127.0.0.1", 0), ("\udc80", 5000)])
 def test_a_malformed_address_fails_its_pull_at_once(worker: HandoffWorker, host: str, port: int) -> None:
     began = time.monotonic()
