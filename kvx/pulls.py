@@ -139,8 +139,8 @@ class Puller:
         if transfer.state is not TransferState.DONE and pull.cause is None:
             cause = transfer.cause or TransferError(f"a transfer was {transfer.state.value}")
             self._fail(pull, _lease_ended() if self._side.clock() >= pull.kept_until else cause)
-        else:
-            self._guard(pull, self._move_on)
+        elif not pull.transfers:
+            self._guard(pull, self._moved)
 
     def on_link_lost(self, link: Link, why: HandshakeError) -> None:
         """The owner's process ended, closed the connection or is not understood: nothing more will come."""
@@ -336,11 +336,6 @@ class Puller:
         pull.transfers.append(transfer)
         self._by_transfer[transfer] = pull
         self._side.metrics.descriptors += transfer.num_descriptors
-
-    def _move_on(self, pull: ActivePull) -> None:
-        """One of its transfers has ended, and others may be in flight."""
-        if not pull.transfers:
-            self._moved(pull)
 
     def _lend_places(self) -> None:
         """A pull in CHECK reads nothing: for each, the oldest other one of its owner reads a piece more at a time.
