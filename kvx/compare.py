@@ -41,7 +41,7 @@ def group_differences(ours: GroupGeometry, theirs: GroupGeometry) -> list[Differ
         Difference("heads.total", ours.heads.total, theirs.heads.total),
         *(
             Difference(name, getattr(ours, name), getattr(theirs, name))
-            for name in ("sliding_window_tokens", "page_format")
+            for name in ("sliding_window_tokens", "page_format", "transposed_bytes")
         ),
         *(
             Difference(

@@ -17,7 +17,7 @@ import torch
 
 from kvx.drivers.digester import DIGEST_BYTES as DIGEST_BYTES
 from kvx.drivers.digester import DIGEST_NAME as DIGEST_NAME
-from kvx.drivers.digester import Bytes, Content, Digester, digester_for
+from kvx.drivers.digester import Bytes, Content, Digester, Transposed, digester_for
 from kvx.geometry import GroupGeometry
 
 Views = Mapping[str, torch.Tensor]
@@ -82,12 +82,23 @@ def _spread(values: Bytes, present: npt.NDArray[np.bool_]) -> Bytes:
 
 def _content(views: Views, group: GroupGeometry, ids: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> Content:
     """Where the content of these tokens lies; their blocks are all present."""
+    addresses = np.array([views[layer].data_ptr() for layer in sorted(group.layers)], dtype=np.int64)
+    if not group.transposed_bytes:
+        offsets = group.token_offsets(ids, tokens)
+        return Content(addresses, offsets, group.heads.count, group.head_stride_bytes, group.content_bytes)
+    first, rest = group.first_elements(), group.untransposed()
     return Content(
-        layer_addresses=np.array([views[layer].data_ptr() for layer in sorted(group.layers)], dtype=np.int64),
-        token_offsets=group.token_offsets(ids, tokens),
-        num_heads=group.heads.count,
-        head_stride_bytes=group.head_stride_bytes,
-        content_bytes=group.content_bytes,
+        addresses,
+        rest.token_offsets(ids, tokens) + rest.layer_offsets_bytes[0] - group.layer_offsets_bytes[0],
+        group.heads.count,
+        group.head_stride_bytes,
+        rest.content_bytes,
+        Transposed(
+            first.token_offsets(ids, tokens),
+            group.transposed_bytes // first.content_bytes,
+            first.content_bytes,
+            group.element_stride_bytes,
+        ),
     )
 
 

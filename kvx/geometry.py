@@ -6,7 +6,7 @@ Below both region and plan, so that what may be registered and what is copied co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -137,8 +137,11 @@ class GroupGeometry:
     """Byte offset of (layer, b, h, n) from the reservation's base, h counted from heads.start:
     layer_offset + b * block_stride + (n // kernel) * kernel_stride + h * head_stride + (n % kernel) * token_stride.
 
-    `page_format` names the order in which an engine's kernels pack a head's part of a page, where that is not token
-    after token: then only whole pages mean anything, and both sides need the same format and block size.
+    `transposed_bytes`: so many of a token's content are kept element by element over a kernel block, [C, N] and not
+    [N, C], in front of the rest of all its tokens. So element e of token n, counted in the kernel block, is at
+    e * element_stride + n * element size, and the rest at N * transposed_bytes + n * (content - transposed).
+    `page_format` names the order in which an engine's kernels pack a head's part of a page, where kvx does not know
+    it: then only whole pages mean anything, and both sides need the same format and block size.
     """
 
     name: str
@@ -156,6 +159,7 @@ class GroupGeometry:
     dtype: str
     sliding_window_tokens: int | None = None
     page_format: str | None = None
+    transposed_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -169,22 +173,37 @@ class GroupGeometry:
                 f"layer group {self.name!r}: kernel blocks of {self.kernel_block_size_tokens} tokens do not divide a "
                 f"block of {self.block_size_tokens}, or {self.content_bytes} bytes are no whole {self.dtype} elements"
             )
-        if self.page_format is not None and self.token_stride_bytes != self.content_bytes:
-            raise LayoutError(
-                f"pages of layer group {self.name!r} are packed as {self.page_format!r}, which needs each head's part "
-                f"of a page in one run: {self.content_bytes} bytes a token, found {self.token_stride_bytes}; use LBHNC"
-            )
+        self._check_order()
         if self._inner_bytes() > self.block_stride_bytes:
             raise LayoutError(
                 f"a block of layer group {self.name!r} takes {self._inner_bytes()} bytes, "
                 f"but the next one starts after {self.block_stride_bytes}"
             )
 
+    def _check_order(self) -> None:
+        """Of bytes inside a head's part of a page."""
+        order = f"packed as {self.page_format!r}" if self.page_format is not None else "transposed"
+        is_plain = self.page_format is None and self.transposed_bytes == 0
+        if not is_plain and self.token_stride_bytes != self.content_bytes:
+            raise LayoutError(
+                f"pages of layer group {self.name!r} are {order}, which needs each head's part "
+                f"of a page in one run: {self.content_bytes} bytes a token, found {self.token_stride_bytes}; use LBHNC"
+            )
+        if self.transposed_bytes and (
+            self.page_format is not None
+            or self.transposed_bytes >= self.content_bytes
+            or self.transposed_bytes % dtype_bytes(self.dtype)
+        ):
+            raise LayoutError(
+                f"{self.transposed_bytes} transposed bytes of layer group {self.name!r} are not whole {self.dtype} "
+                f"elements and fewer than its {self.content_bytes} bytes a token, or its pages are packed besides"
+            )
+
     def _check_numbers(self) -> None:
         numbers = [("layer_offsets_bytes", offset) for offset in self.layer_offsets_bytes]
         numbers += [(field.name, getattr(self, field.name)) for field in fields(self)]
         for name, value in numbers:
-            smallest = 0 if "stride" in name or "offset" in name else 1
+            smallest = 0 if "stride" in name or "offset" in name or name == "transposed_bytes" else 1
             if isinstance(value, int) and not smallest <= value < _MAX_BYTES:
                 raise LayoutError(f"{name} of layer group {self.name!r} is {value}, out of range")
 
@@ -203,6 +222,24 @@ class GroupGeometry:
         if self.page_format is None:
             return end_tokens
         return -(-end_tokens // self.block_size_tokens) * self.block_size_tokens
+
+    @property
+    def element_stride_bytes(self) -> int:
+        """From one transposed element of a token to its next."""
+        return self.kernel_block_size_tokens * dtype_bytes(self.dtype)
+
+    def first_elements(self) -> GroupGeometry:
+        """Of transposed pages: every token's first element alone, as a group of its own."""
+        size = dtype_bytes(self.dtype)
+        return replace(self, token_stride_bytes=size, content_bytes=size, transposed_bytes=0)
+
+    def untransposed(self) -> GroupGeometry:
+        """Of transposed pages: what they keep token after token, as a group of its own."""
+        rest, shift = self.content_bytes - self.transposed_bytes, self.kernel_block_size_tokens * self.transposed_bytes
+        offsets = tuple(offset + shift for offset in self.layer_offsets_bytes)
+        return replace(
+            self, layer_offsets_bytes=offsets, token_stride_bytes=rest, content_bytes=rest, transposed_bytes=0
+        )
 
     def check_extent(self, num_blocks: int) -> None:
         """LayoutError when the offsets of the first `num_blocks` blocks do not fit 64 bits."""
@@ -240,7 +277,7 @@ class GroupGeometry:
         for name in ("name", "kind", "dtype"):
             _require(name, values[name], str)
         for name in values:
-            if name == "content_bytes" or name.endswith(("_stride_bytes", "_size_tokens")):
+            if name.endswith(("content_bytes", "transposed_bytes", "_stride_bytes", "_size_tokens")):
                 _require(name, values[name], int)
         if values["sliding_window_tokens"] is not None:
             _require("sliding_window_tokens", values["sliding_window_tokens"], int)
@@ -309,6 +346,7 @@ def group_geometry_of_views(
     dtype: str,
     sliding_window_tokens: int | None = None,
     page_format: str | None = None,
+    transposed_bytes: int = 0,
 ) -> GroupGeometry:
     """The same, read from the views of a group's layers [B, H, N, C] (or in kernel blocks); they must be alike."""
     read = {layer: read_view(view, capacity_blocks) for layer, view in layers.items()}
@@ -341,4 +379,5 @@ def group_geometry_of_views(
         dtype=dtype,
         sliding_window_tokens=sliding_window_tokens,
         page_format=page_format,
+        transposed_bytes=transposed_bytes,
     )

@@ -55,7 +55,10 @@ def flip_byte(views: Mapping[str, torch.Tensor], group: GroupGeometry, block: in
     kernel = group.kernel_block_size_tokens
     inside = token % group.block_size_tokens
     row = block * (group.block_size_tokens // kernel) + inside // kernel
-    content = views[group.layers[-1]].view(torch.uint8)[row, 0, inside % kernel]
+    page = views[group.layers[-1]].view(torch.uint8)[row, 0]
+    if group.transposed_bytes:  # of what is there token after token
+        page = page.reshape(-1)[kernel * group.transposed_bytes :].view(kernel, -1)
+    content = page[inside % kernel]
     content[0] ^= 0x40
     content[0].item()  # it has happened now: on a GPU digests are taken on another stream
 

@@ -56,6 +56,8 @@ class Runs:
     def concat(cls, parts: Iterable[Runs]) -> Runs:
         """All runs of `parts`, one part after the other."""
         arrays = [part.array for part in parts]
+        if len(arrays) == 1:
+            return cls(arrays[0])
         return cls(np.concatenate(arrays)) if arrays else cls.empty()
 
     def __len__(self) -> int:
@@ -165,7 +167,9 @@ def plan(
 ) -> Runs:
     """The longest contiguous runs that copy tokens [first_token, first_token + num_tokens) of one layer group.
 
-    Expanded, they are as few contiguous copies as there can be of which none leaves its segment on either side.
+    Expanded, they are as few contiguous copies as there can be of which none leaves its segment on either side. Pages
+    that are packed or transposed are copied whole where both sides' kernel blocks are alike, so the last one brings
+    more tokens than were asked for.
     A negative destination entry means that this block is not wanted. Only heads that both sides hold are copied.
     `*_num_blocks` are the committed counts. LayoutError: a block id at or above its count, a destination list too
     short or with a block twice. PeerMismatch (destination is ours): the groups differ, or the source lacks a block.
@@ -188,16 +192,44 @@ def plan(
             f"so the first token must be a multiple of {destination.block_size_tokens}"
         )
     end = destination.covered_tokens(first_token + num_tokens)
-    axes = _axes(source, destination, num_heads)
+    parts = [_Part(source, destination, _axes(source, destination, num_heads))]
+    if source.transposed_bytes:
+        kernel = destination.kernel_block_size_tokens
+        if source.kernel_block_size_tokens == kernel and first_token % kernel == 0:
+            end = -(-end // kernel) * kernel
+        else:
+            parts = _transposed_parts(source, destination, num_heads)
+    return Runs.concat(_runs_of(part, source_ids, destination_ids, head, first_token, end) for part in parts)
+
+
+class _Part(NamedTuple):
+    """Bytes of each token that lie together on both sides."""
+
+    source: GroupGeometry
+    destination: GroupGeometry
+    axes: _Axes
+
+
+def _transposed_parts(source: GroupGeometry, destination: GroupGeometry, num_heads: int) -> list[_Part]:
+    """Where each element of the transposed bytes is a row of its own, as long as both sides' kernel blocks agree."""
+    elements = [side.first_elements() for side in (source, destination)]
+    rest = [side.untransposed() for side in (source, destination)]
+    axes = _axes(*elements, num_heads)
+    steps = source.transposed_bytes // elements[0].content_bytes
+    each = _Axis(steps, source.element_stride_bytes, destination.element_stride_bytes)
+    return [_Part(*elements, axes._replace(inner=[each, *axes.inner])), _Part(*rest, _axes(*rest, num_heads))]
+
+
+def _runs_of(part: _Part, source_ids: Ints, destination_ids: Ints, head: int, first: int, end: int) -> Runs:
+    source, destination, axes = part
     # No name for what a step leaves behind: a hundred thousand copies are megabytes each time.
-    rows = _pieces(source, source_ids, destination, destination_ids, head, first_token, end)
+    rows = _pieces(source, source_ids, destination, destination_ids, head, first, end)
     rows = _in_destination_order(_rows(rows, axes, source, destination))
     if (np.diff(rows[1]) < rows[2, :-1]).any():
         ids, counts = np.unique(destination_ids, return_counts=True)
         twice = ids[(counts > 1) & (ids >= 0)].tolist()
         raise LayoutError(f"destination blocks {twice} stand at more than one position; each may be written once")
-    rows = _coalesced(rows)
-    return _runs(rows, axes)
+    return _runs(_coalesced(rows), axes)
 
 
 @lru_cache(maxsize=64)

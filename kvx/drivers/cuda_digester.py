@@ -16,6 +16,7 @@ import torch
 
 from kvx.drivers.cuda_kernel import CudaKernel, Table
 from kvx.drivers.digester import DIGEST_BYTES, Bytes, Content, Digester, keys_of
+from kvx.errors import DriverUnavailable
 
 THREADS = 128
 WARPS = THREADS // 32
@@ -54,6 +55,8 @@ class CudaDigester(Digester):
         return event
 
     def take(self, contents: Sequence[Content], *, after: object = None) -> list[Bytes]:
+        if any(content.transposed is not None for content in contents):
+            raise DriverUnavailable("transposed pages", "kvx takes no digests of them on a GPU", "set verify to off")
         wanted = [content for content in contents if len(content.token_offsets)]
         taken = iter(self._take(wanted, after) if wanted else [])
         return [

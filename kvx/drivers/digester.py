@@ -35,18 +35,41 @@ Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
+class Transposed:
+    """What comes first of each piece: elements that lie apart, the first of token t at token_offsets[t]."""
+
+    token_offsets: Int64s
+    num_elements: int
+    element_bytes: int
+    element_stride_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.element_bytes
+
+
+@dataclass(frozen=True)
 class Content:
-    """Digest (h, t) is of `content_bytes` at layer_addresses[l] + token_offsets[t] + h * head_stride_bytes, all l."""
+    """Digest (h, t) is of `content_bytes` at layer_addresses[l] + token_offsets[t] + h * head_stride_bytes, all l.
+
+    Where something is `transposed`, it comes before them, from the same layer and head.
+    """
 
     layer_addresses: Int64s
     token_offsets: Int64s
     num_heads: int
     head_stride_bytes: int
     content_bytes: int
+    transposed: Transposed | None = None
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of one head, token and layer."""
+        return self.content_bytes + (0 if self.transposed is None else self.transposed.num_bytes)
 
     @property
     def words_per_piece(self) -> int:
-        return -(-self.content_bytes // 16) * 2
+        return -(-self.piece_bytes // 16) * 2
 
     @property
     def num_words(self) -> int:
@@ -67,6 +90,7 @@ class Digester(ABC):
 
         Addresses are not checked: whoever calls knows that all of it is committed, and that nobody writes there.
         `after`: a `mark`; reading begins when what it stands for has run. `DriverError` when the device has failed.
+        `DriverUnavailable`: something is transposed, and this digester cannot read that.
         """
 
 
@@ -113,31 +137,42 @@ def _digests_of(content: Content) -> Bytes:
     sums[:] = keys[0]
     step = max(1, CHUNK_BYTES // (heads * words * _WORD_BYTES))
     for start in range(0, len(content.token_offsets), step):
-        offsets = content.token_offsets[start : start + step]
-        part = sums[:, start : start + step]
+        chosen = slice(start, start + step)
+        part = sums[:, chosen]
         for layer, address in enumerate(content.layer_addresses.tolist()):
-            found = _words_at(address, offsets, content)
+            found = _words_at(address, chosen, content)
             part[..., 0] += np.einsum("rw,w->r", found, straight[layer]).reshape(-1, heads).T
             part[..., 1] += np.einsum("rw,w->r", found.byteswap(inplace=True), turned[layer]).reshape(-1, heads).T
     return sums.view(np.uint8)
 
 
-def _words_at(address: int, offsets: Int64s, content: Content) -> Words:
+def _words_at(address: int, chosen: slice, content: Content) -> Words:
     """[n * H, words]: a copy of one layer's pieces."""
-    heads, size = content.num_heads, content.content_bytes
+    heads, size, offsets = content.num_heads, content.content_bytes, content.token_offsets[chosen]
     shape = (int(offsets.max()) + 1, heads, size)
-    found: Bytes = np.asarray(_Memory(address, shape, (1, content.head_stride_bytes, 1)))[offsets]
-    if size != content.words_per_piece * _WORD_BYTES:
+    found: Bytes = np.asarray(_Memory(address, "|u1", shape, (1, content.head_stride_bytes, 1)))[offsets]
+    if content.piece_bytes != content.words_per_piece * _WORD_BYTES or content.transposed is not None:
         padded = np.zeros((len(offsets), heads, content.words_per_piece * _WORD_BYTES), np.uint8)
-        padded[..., :size] = found
+        padded[..., content.piece_bytes - size : content.piece_bytes] = found
+        if content.transposed is not None:
+            padded[..., : content.piece_bytes - size] = _gathered(address, chosen, content, content.transposed)
         found = padded
     return found.reshape(len(offsets) * heads, -1).view("<u8")
 
 
-class _Memory:
-    """Bytes of this process, as numpy takes them."""
+def _gathered(address: int, chosen: slice, content: Content, transposed: Transposed) -> Bytes:
+    """[n, H, bytes]: one layer's elements that lie apart. They are aligned, so each is read as one number."""
+    size, offsets = transposed.element_bytes, transposed.token_offsets[chosen] // transposed.element_bytes
+    shape = (int(offsets.max()) + 1, content.num_heads, transposed.num_elements)
+    strides = (size, content.head_stride_bytes, transposed.element_stride_bytes)
+    found = np.asarray(_Memory(address, f"<u{size}", shape, strides))[offsets]
+    return found.view(np.uint8).reshape(*found.shape[:2], -1)
 
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+
+class _Memory:
+    """Memory of this process, as numpy takes it."""
+
+    def __init__(self, address: int, kind: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self.__array_interface__: dict[str, Any] = {
-            "version": 3, "typestr": "|u1", "data": (address, True), "shape": shape, "strides": strides,
+            "version": 3, "typestr": kind, "data": (address, True), "shape": shape, "strides": strides,
         }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,21 @@ import torch
 from ..errors import LayoutError
 from ..plan import GroupGeometry, HeadRange, group_geometry_of_views
 from ..spec import AttentionKind, Segment, SegmentTable, align_capacity
+
+
+#: The kernels of vLLM's CPU attention that keep keys transposed, [C, N], and values token after token behind them.
+_KEYS_TRANSPOSED = ("vec", "vec16")
+
+
+@dataclass(frozen=True)
+class PageOrder:
+    """How a layer's kernels order a head's part of a page: as `GroupGeometry` has it.
+
+    `has_transposed_keys`: the first half of a token's content. `packed_as`: a name for an order that kvx does not know.
+    """
+
+    has_transposed_keys: bool = False
+    packed_as: str | None = None
 
 
 def aligned_capacity(kv_cache_config: Any, granularity_bytes: int) -> int:
@@ -79,13 +95,15 @@ def group_geometries(
     tp_rank: int,
     tp_size: int,
     total_kv_heads: int,
-    page_formats: Mapping[str, str],
+    page_orders: Mapping[str, PageOrder],
 ) -> tuple[GroupGeometry, ...]:
-    """What a peer must know of each transferable layer group. `page_formats`: see `packed_page_formats`."""
+    """What a peer must know of each transferable layer group. `page_orders`: see the function of that name."""
     geometries = []
     for index, group in enumerate(kv_cache_config.transfer_groups):
-        _, spec = _group_and_spec(kv_cache_config, group.layer_names[0])
-        kind = _kind(spec)
+        first = group.layer_names[0]
+        _, spec = _group_and_spec(kv_cache_config, first)
+        kind, order = _kind(spec), page_orders.get(first, PageOrder())
+        content_bytes = views[first].shape[-1] * views[first].element_size()
         geometries.append(
             group_geometry_of_views(
                 f"group{index}",
@@ -97,27 +115,33 @@ def group_geometries(
                 heads=_heads(kind, spec, tp_rank, tp_size, total_kv_heads),
                 dtype=str(spec.dtype).removeprefix("torch."),
                 sliding_window_tokens=getattr(spec, "sliding_window", None),
-                page_format=page_formats.get(group.layer_names[0]),
+                page_format=order.packed_as,
+                transposed_bytes=content_bytes // 2 if order.has_transposed_keys else 0,
             )
         )
     return tuple(geometries)
 
 
-def packed_page_formats(vllm_config: Any) -> dict[str, str]:
-    """Layer name -> format, for layers whose kernels do not store a page token after token.
+def page_orders(vllm_config: Any) -> dict[str, PageOrder]:
+    """Layer name -> order, for layers whose kernels do not store a page token after token.
 
     vLLM's CPU attention keeps all keys of a head's page before its values, in an order made for the instruction set
-    that it runs on (vllm/v1/attention/backends/cpu_attn.py), although the view says [B, H, N, C].
+    that it runs on (vllm/v1/attention/backends/cpu_attn.py), although the view says [B, H, N, C]. The order of some is
+    known from what they write (tests/vllm/test_page_order.py).
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     return {
-        name: f"CPU_ATTN/{layer.isa}"
+        name: _cpu_order(layer.isa)
         for name, layer in layers.items()
         if layer.get_attn_backend().get_name() == "CPU_ATTN"
     }
+
+
+def _cpu_order(isa: str) -> PageOrder:
+    return PageOrder(True) if isa in _KEYS_TRANSPOSED else PageOrder(packed_as=f"CPU_ATTN/{isa}")
 
 
 def _heads(kind: AttentionKind, spec: Any, tp_rank: int, tp_size: int, total_kv_heads: int) -> HeadRange:

@@ -318,7 +318,7 @@ class BridgeWorker:
             capacity_blocks=cache.capacity_blocks,
             tp_rank=self._tp_rank,
             tp_size=parallel.tensor_parallel_size,
-            page_formats=allocation.packed_page_formats(self._vllm_config),
+            page_orders=allocation.page_orders(self._vllm_config),
             total_kv_heads=self._vllm_config.model_config.get_total_num_kv_heads(),
         )
 
