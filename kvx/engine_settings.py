@@ -18,6 +18,8 @@ UCX_TRANSPORTS = {"cpu": "tcp,self,cma", "cuda": "tcp,self,cma,cuda_copy,cuda_ip
 class EngineSettings:
     """How one engine is started. `cores` are the CPU cores its compute threads are bound to (empty: vLLM chooses).
 
+    `tp_size`: tensor parallel ranks; on a CPU each has its part of the cores, or one of them, in turns.
+
     `model` is a checkpoint folder, or the name of a model that vLLM may download. `device` is what the engine computes
     on, "cpu" or "cuda". `eager`: without torch.compile and graphs, which a CPU engine would spend minutes on.
     `one_host`: all its peers are on its host. `arguments` go to vLLM as they are; what is None is vLLM's own choice.
@@ -35,6 +37,7 @@ class EngineSettings:
     max_num_seqs: int | None = 8
     device: str = "cpu"
     eager: bool = True
+    tp_size: int = 1
     explicit_blocks: int | None = None
     kv_space_gib: int | None = None
     cores: tuple[int, ...] = ()
@@ -61,6 +64,8 @@ class EngineSettings:
             command += ["--max-num-seqs", str(self.max_num_seqs)]
         if self.eager:
             command += ["--enforce-eager"]
+        if self.tp_size > 1:
+            command += ["--tensor-parallel-size", str(self.tp_size)]
         if self.explicit_blocks is not None:
             command += ["--num-gpu-blocks-override", str(self.explicit_blocks)]
         if self.kv_transfer is not None:
@@ -75,10 +80,15 @@ class EngineSettings:
         if self.one_host:
             made["UCX_TLS"] = os.environ.get("UCX_TLS", UCX_TRANSPORTS[self.device])
         if self.cores and self.device == "cpu":
-            made["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, self.cores))
+            made["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(self._cores_by_rank())
         if self.kv_space_gib is not None and self.device == "cpu":
             made["VLLM_CPU_KVCACHE_SPACE"] = str(self.kv_space_gib)
         return {**made, **self.environment}
+
+    def _cores_by_rank(self) -> list[str]:
+        each = max(1, len(self.cores) // self.tp_size)
+        starts = [rank * each % len(self.cores) for rank in range(self.tp_size)]
+        return [",".join(map(str, self.cores[start : start + each])) for start in starts]
 
     def full_environment(self, scratch: Path) -> dict[str, str]:
         """This process's environment, what the engine's own adds, and a folder for its temporary files."""

@@ -149,7 +149,7 @@ class Pull:
 class Waiting:
     """A request that will be pulled when its turn comes: its hold is renewed until then.
 
-    `num_ranks`: of the owner that keep a hold for it each; they listen at `port` and after it.
+    `ranks`: those of the owner whose holds are renewed from here; they listen at `port` and after it.
     """
 
     request_id: str
@@ -158,7 +158,7 @@ class Waiting:
     host: str
     port: int
     ticket: str = ""
-    num_ranks: int = 1
+    ranks: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Heartbeat:
         self.begun(waiting.request_id)
         due = now + min(FIRST_RENEWAL_S, self._side.settings.lease_s / 3)
         beats = self._waiting[waiting.request_id] = []
-        for rank in range(waiting.num_ranks):
+        for rank in waiting.ranks:
             beats.append(Beat(self._owners.get(waiting.host, waiting.port + rank), waiting.remote_request_id, due))
             self._add(beats[-1])
 

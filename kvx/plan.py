@@ -212,8 +212,8 @@ class _Part(NamedTuple):
 
 def _transposed_parts(source: GroupGeometry, destination: GroupGeometry, num_heads: int) -> list[_Part]:
     """Where each element of the transposed bytes is a row of its own, as long as both sides' kernel blocks agree."""
-    elements = [side.first_elements() for side in (source, destination)]
-    rest = [side.untransposed() for side in (source, destination)]
+    elements = source.first_elements(), destination.first_elements()
+    rest = source.untransposed(), destination.untransposed()
     axes = _axes(*elements, num_heads)
     steps = source.transposed_bytes // elements[0].content_bytes
     each = _Axis(steps, source.element_stride_bytes, destination.element_stride_bytes)

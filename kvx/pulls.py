@@ -118,7 +118,7 @@ class Puller:
         if waiting.request_id in self._joints:
             return
         try:
-            for rank in range(waiting.num_ranks):
+            for rank in waiting.ranks:
                 self._require_ticket(replace(waiting, port=waiting.port + rank))
             self._heartbeat.keep(waiting, now)
         except KVXError:

@@ -35,6 +35,8 @@ from kvx.vllm.compat import check_version
 
 START_DEADLINE_S = 600.0
 STOP_DEADLINE_S = 20.0
+# To find free ports in a row.
+_ATTEMPTS = 100
 _POLL_S, _NOTE_S = 0.2, 2.0
 _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -331,6 +333,29 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
                     f"nothing can listen on host {host} ({error.strerror}); give an address of this machine"
                 ) from error
         return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def free_run(count: int, taken: set[int], host: str = "127.0.0.1") -> int:
+    """The first of `count` ports in a row that are free and not taken; they are taken then.
+
+    EngineError: none were found.
+    """
+    for _ in range(_ATTEMPTS):
+        first = free_ports(1, host)[0]
+        run = range(first, first + count)
+        if run[-1] <= 65535 and not taken.intersection(run) and all(is_free(host, port) for port in run):
+            taken.update(run)
+            return first
+    raise EngineError(f"no {count} free ports in a row were found; give --first-port")
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether nothing listens there."""
+    try:
+        require_free_port(host, port)
+    except EngineError:
+        return False
+    return True
 
 
 def share_cores(engines: int) -> list[tuple[int, ...]]:

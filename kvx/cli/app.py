@@ -27,9 +27,9 @@ from kvx.offload import Eviction
 from kvx.registry import connector_classes
 from kvx.servers import require_known_vllm
 from kvx.verify.bench import BenchSettings, bench_pd
-from kvx.verify.engines import RunSettings, require_ports
+from kvx.verify.engines import RunSettings, Shape, require_ports
 from kvx.verify.model import default_model, require_model_folder
-from kvx.verify.places import read_places
+from kvx.verify.places import DECODE, PREFILL, read_places
 from kvx.verify.questions import load_problems, own_problems, own_shots
 from kvx.verify.runner import VerifySettings, verify
 
@@ -66,6 +66,8 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16. Answers 
 BlockSize = Annotated[
     int | None, typer.Option(min=1, help="Tokens in one block; by default 128 on a CPU, and 16 on a GPU.")
 ]
+SideBlockSize = Annotated[int | None, typer.Option(min=1, help="Of this engine alone; by default --block-size.")]
+TPSize = Annotated[int, typer.Option(min=1, help="Tensor parallel ranks of this engine; the baseline has one.")]
 MaxModelLen = Annotated[int, typer.Option(min=2, help="Tokens of the longest request.")]
 KVSpace = Annotated[
     int, typer.Option(min=0, help="GiB that each engine on a CPU may plan with; 0: what is free is measured.")
@@ -122,6 +124,10 @@ def verify_command(
         Path | None,
         typer.Option(help="TOML file: where prefill and decode run, and more options for both; by default here."),
     ] = None,
+    prefill_tp: TPSize = 1,
+    decode_tp: TPSize = 1,
+    prefill_block_size: SideBlockSize = None,
+    decode_block_size: SideBlockSize = None,
     model: Model = None,
     dtype: Dtype = "float32",
     block_size: BlockSize = None,
@@ -171,6 +177,16 @@ def verify_command(
         gpus,
         first_port,
     )
+    shapes = {
+        PREFILL: Shape(tp_size=prefill_tp, block_size_tokens=prefill_block_size),
+        DECODE: Shape(tp_size=decode_tp, block_size_tokens=decode_block_size),
+    }
+    run = replace(run, shapes={role: shape for role, shape in shapes.items() if shape != Shape()})
+    if run.shapes and run.offloading:
+        raise typer.BadParameter(
+            "connectors that offload need both engines alike", param_hint="--prefill-tp, --decode-tp, ..-block-size"
+        )
+    require_ports(run)
     if where and not run.hands_off:
         raise typer.BadParameter("these connectors need one engine, here", param_hint="--places")
     settings = VerifySettings(

@@ -9,12 +9,11 @@ from typing import Self
 
 from kvx.errors import EngineError
 from kvx.serve.options import ServeOptions
-from kvx.servers import free_ports, require_free_port
+from kvx.servers import free_ports, free_run, is_free, require_free_port
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 8000
 FIRST_PORT_ELSEWHERE = 8100
-_ATTEMPTS = 100
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def _router_port(options: ServeOptions) -> int:
     if options.port:
         require_free_port(options.host, options.port)
         return options.port
-    if options.port is None and _is_free(options.host, DEFAULT_PORT):
+    if options.port is None and is_free(options.host, DEFAULT_PORT):
         return DEFAULT_PORT
     return free_ports(1, options.host)[0]
 
@@ -71,22 +70,3 @@ def _counted(first: int, worlds: Sequence[int]) -> tuple[tuple[int, ...], tuple[
     side = first + len(worlds)
     sides = itertools.accumulate(worlds[:-1], initial=side)
     return tuple(range(first, side)), tuple(sides)
-
-
-def free_run(count: int, taken: set[int]) -> int:
-    """The first of `count` ports in a row that are free and not taken; they are taken then."""
-    for _ in range(_ATTEMPTS):
-        first = free_ports(1, LOOPBACK)[0]
-        run = range(first, first + count)
-        if run[-1] <= 65535 and not taken.intersection(run) and all(_is_free(LOOPBACK, port) for port in run):
-            taken.update(run)
-            return first
-    raise EngineError(f"no {count} free ports in a row were found; give --first-port")
-
-
-def _is_free(host: str, port: int) -> bool:
-    try:
-        require_free_port(host, port)
-    except EngineError:
-        return False
-    return True

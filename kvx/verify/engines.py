@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvx.engine_settings import EngineSettings, bridge
 from kvx.errors import EngineError
-from kvx.servers import Server, Servers, free_ports, require_free_port, share_cores
+from kvx.servers import Server, Servers, free_ports, free_run, require_free_port, share_cores
 from kvx.verify.places import DECODE, HOST, PREFILL, Place
 
 SINGLE = "single"
@@ -24,13 +24,22 @@ GPU_SIZE = "--kv-cache-memory-bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shape:
+    """In what the engines of a pair may differ: tensor parallel ranks, and tokens of a block where given."""
+
+    tp_size: int = 1
+    block_size_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """What all engines of a run share. `first_port` 0: free ports are chosen. `arguments` go to every vLLM as they are.
 
     `kv_space_gib` is for engines on a CPU; GPU engines have their share of the device by `arguments`, and run on the
     first one unless `gpus` names those of prefill and decode. `offloading`: those of the connectors that reach no other
     process; `small_blocks`: the cache of the engine that offloads most. `places`: where prefill and decode run; one
-    without a place, on this machine's loopback. `options`: more of `kv_connector_extra_config`.
+    without a place, on this machine's loopback. `shapes`: of prefill and decode, where they differ from each other or
+    from the baseline, which has one rank. `options`: more of `kv_connector_extra_config`.
     """
 
     model: Path
@@ -53,7 +62,11 @@ class RunSettings:
     gpus: tuple[str, ...] = ()
     first_port: int = 0
     places: Mapping[str, Place] = field(default_factory=dict)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def shape(self, role: str) -> Shape:
+        return self.shapes.get(role, Shape())
 
     def place(self, role: str) -> Place:
         return self.places.get(role, Place())
@@ -95,6 +108,7 @@ class RunSettings:
             "arguments": list(self.arguments),
             "gpus": list(self.gpus),
             "options": dict(self.options),
+            "shapes": {role: asdict(shape) for role, shape in self.shapes.items()},
             "places": {role: place.described() for role, place in self.places.items()},
             "inject": self.inject,
         }
@@ -102,7 +116,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode engine, and the side channel port of each."""
+    """A prefill and a decode engine, and the side channel port of each one's first rank."""
 
     prefill: EngineSettings
     decode: EngineSettings
@@ -116,7 +130,7 @@ class Pair:
 
 def require_ports(run: RunSettings) -> None:
     """Trigger of EngineError: one of the ports that the run was told to use is taken."""
-    _ports(run, 4)
+    _pair_ports(run)
 
 
 def baseline(run: RunSettings) -> EngineSettings:
@@ -134,10 +148,12 @@ def baseline(run: RunSettings) -> EngineSettings:
 
 def kvx_pair(run: RunSettings, *, digests: bool, environment: dict[str, str] | None = None) -> Pair:
     """A prefill/decode pair with the plug-in and the bridge; `digests` of everything that is moved, or of nothing."""
-    ports = _ports(run, 4)
+    ports = _pair_ports(run)
     engines = []
     for role, port, side_port, cores in zip((PREFILL, DECODE), ports[:2], ports[2:], share_cores(2), strict=True):
         engine = _kvx_engine(run, role, port, side_port, digests=digests)
+        if engine.tp_size > 1:
+            cores = share_cores(1)[0]
         shared = {**engine.environment, **_gpu_environment(run, role), **(environment or {})}
         engines.append(replace(engine, cores=cores, environment=shared))
     # Prefill writes the most blocks; decode keeps a cache that its hand-offs fit.
@@ -168,7 +184,9 @@ def _kvx_engine(run: RunSettings, role: str, port: int, side_port: int, *, diges
         **_layout_environment(run),
         **place.environment,
     }
+    shape = run.shape(role)
     engine = replace(_engine(run, role, port), host=place.host, prefix=place.prefix, one_host=not run.places)
+    engine = replace(engine, tp_size=shape.tp_size, block_size_tokens=shape.block_size_tokens or run.block_size_tokens)
     return replace(engine, kv_transfer=bridge(_engine_id(role), extra), environment=environment)
 
 
@@ -240,6 +258,16 @@ def _gpu_environment(run: RunSettings, role: str = PREFILL) -> dict[str, str]:
         return {}
     own = run.gpus[-1] if role == DECODE else run.gpus[0]
     return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys([own, *run.gpus]))}
+
+
+def _pair_ports(run: RunSettings) -> Sequence[int]:
+    """Two for HTTP, and the first side channel port of either engine, which has as many as it has ranks."""
+    ranks = [run.shape(role).tp_size for role in (PREFILL, DECODE)]
+    if run.first_port:
+        ports = _ports(run, 2 + sum(ranks))
+        return [*ports[:3], ports[2] + ranks[0]]
+    taken: set[int] = set()
+    return [free_run(count, taken) for count in (1, 1, *ranks)]
 
 
 def _ports(run: RunSettings, count: int) -> Sequence[int]:

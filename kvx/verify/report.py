@@ -20,6 +20,9 @@ OFFLOAD_COUNTS = (
 )  # fmt: skip
 
 
+_RANK = " rank "
+
+
 @dataclass(frozen=True)
 class Difference:
     """The first place where two answers to question `index` (from 0) differ."""
@@ -54,7 +57,7 @@ class Findings:
     problems: Sequence[Problem]
     baseline: Sequence[Answer]
     rounds: Sequence[Sequence[Answer]]
-    engines: Mapping[str, Mapping[str, Any]]  # role -> status from the side channel
+    engines: Mapping[str, Mapping[str, Any]]  # role, and rank after the first -> status from the side channel
     decode_counters: Mapping[str, float]
     judge_answers: bool = True
     offloads: bool = False
@@ -73,6 +76,11 @@ class Findings:
     def all_answers(self) -> Sequence[Answer]:
         """The candidate's, of all rounds."""
         return [answer for answers in self.rounds for answer in answers]
+
+
+def name_of_rank(role: str, rank: int) -> str:
+    """What a rank's status is found under: that of an engine's first rank under the engine's role."""
+    return f"{role}{_RANK}{rank}" if rank else role
 
 
 def first_difference(index: int, baseline: Answer, candidate: Answer) -> Difference | None:
@@ -127,10 +135,14 @@ def _accuracy(problems: Sequence[Problem], answers: Sequence[Answer]) -> float:
 def _transfer(findings: Findings) -> dict[str, Any]:
     """Sums over both engines; a fallback is a request that was answered without all its blocks being handed off.
 
-    Of one engine by itself, which hands nothing off: a load that failed, or a store.
+    `count`: requests that were received, by all ranks of an engine. Of one engine by itself, which hands nothing off, a
+    fallback is a load that failed, or a store.
     """
     parts = [status.get("transfer", {}) for status in findings.engines.values()]
-    total = {key: sum(part.get(key, 0) for part in parts) for key in ("bytes", "blocks", "count", "failed")}
+    total = {key: sum(part.get(key, 0) for part in parts) for key in ("bytes", "blocks")}
+    ranks = [[status.get("transfer", {}) for status in engine] for engine in _by_engine(findings.engines)]
+    total["count"] = sum(min(part.get("received", 0) for part in engine) for engine in ranks)
+    total["failed"] = sum(max(part.get("failed", 0) for part in engine) for engine in ranks)
     answered = sum(not answer.error for answer in findings.all_answers)
     by_connector: Counter[str] = Counter()
     for part in parts:
@@ -166,9 +178,18 @@ def _expected_hits(findings: Findings, not_local: int) -> int:
     if not findings.expected_fallbacks:
         return not_local
     received: list[int] = [
-        status.get("external_hits", {}).get("received_tokens", 0) for status in findings.engines.values()
+        min(status.get("external_hits", {}).get("received_tokens", 0) for status in engine)
+        for engine in _by_engine(findings.engines)
     ]
     return sum(received, _offload(findings)["external_tokens"])
+
+
+def _by_engine(statuses: Mapping[str, Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The statuses of each engine's ranks."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for name, status in statuses.items():
+        found.setdefault(name.partition(_RANK)[0], []).append(status)
+    return list(found.values())
 
 
 def _offload(findings: Findings) -> dict[str, int]:

@@ -115,7 +115,7 @@ class _Candidate:
     """The engines under test; the last one gives the answers."""
 
     servers: tuple[Server, ...]
-    side_channels: Mapping[str, tuple[str, int]]  # role -> host and port
+    side_channels: Mapping[str, tuple[str, int]]  # role, and rank after the first -> host and port
 
     def ask(self, client: Client, ask: Ask) -> Answer:
         first, last = self.servers[0], self.servers[-1]
@@ -131,7 +131,11 @@ def _start_candidate(run: engines.RunSettings, servers: Servers, progress: Progr
         progress.stage("candidate: starting a prefill and a decode server")
         pair = engines.kvx_pair(run, digests=True)
         ports = {PREFILL: pair.prefill_side_port, DECODE: pair.decode_side_port}
-        channels = {role: (run.place(role).side_channel_host, port) for role, port in ports.items()}
+        channels = {
+            report.name_of_rank(role, rank): (run.place(role).side_channel_host, port + rank)
+            for role, port in ports.items()
+            for rank in range(run.shape(role).tp_size)
+        }
         return _Candidate(engines.start_pairs(run, servers, [pair], progress.waiting)[0], channels)
     progress.stage("candidate: starting one server")
     engine, port = engines.kvx_single(run, digests=True)

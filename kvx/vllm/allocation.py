@@ -12,7 +12,6 @@ from ..errors import LayoutError
 from ..plan import GroupGeometry, HeadRange, group_geometry_of_views
 from ..spec import AttentionKind, Segment, SegmentTable, align_capacity
 
-
 #: The kernels of vLLM's CPU attention that keep keys transposed, [C, N], and values token after token behind them.
 _KEYS_TRANSPOSED = ("vec", "vec16")
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..handoff import Failure, Waiting
+from ..handoff import Failure
+from ..ranks import MOST_RANKS
 from ..secret import read_secret
 from ..ticket import LONGEST_TICKET, Ticket, write_ticket
 from . import settings
@@ -36,39 +37,6 @@ class HoldWork:
 
 
 @dataclass(frozen=True)
-class PullWork:
-    """Read `num_tokens` from `first_token` on; with none to read, only tell the owner that it may free its blocks."""
-
-    request_id: str
-    remote_request_id: str
-    remote_engine_id: str
-    host: str
-    port: int
-    blocks: tuple[tuple[int, ...], ...]
-    first_token: int
-    num_tokens: int
-    ticket: str = ""
-    #: Why it cannot lead anywhere: it fails as any other hand-off, under the same policy.
-    malformed: str = ""
-
-
-@dataclass
-class StepWork:
-    """All that one engine step hands to the workers."""
-
-    holds: list[HoldWork] = field(default_factory=list)
-    pulls: list[PullWork] = field(default_factory=list)
-    waits: list[Waiting] = field(default_factory=list)
-    cancels: list[str] = field(default_factory=list)
-    offload: OffloadWork = field(default_factory=OffloadWork)
-    #: Nothing is scheduled in this step, so a worker may wait for a transfer instead of spinning.
-    idle: bool = False
-    #: The step's number, and up to which one the engine core has read what steps told.
-    number: int = 0
-    read: int = 0
-
-
-@dataclass(frozen=True)
 class RemotePrefill:
     """The hand-off that `kv_transfer_params` describe. They come from an HTTP client: checked, not trusted."""
 
@@ -78,7 +46,9 @@ class RemotePrefill:
     port: int
     #: Checked by the worker's half, where its failure is a failed hand-off; empty where the client sent none.
     ticket: str = ""
-    #: What is wrong with the rest, in words.
+    #: Its tensor parallel size, whose ranks listen one after the other; None where nobody said: the same as ours.
+    tp_size: int | None = None
+    #: What is wrong with the rest, in words: it fails as any other hand-off, under the same policy.
     malformed: str = ""
 
     @classmethod
@@ -101,13 +71,16 @@ class RemotePrefill:
         host, port = params["remote_host"], params["remote_port"]
         if not 0 < port < 65536 or len(host) > LONGEST_HOST:
             return cls.nowhere(f"kv_transfer_params name {host!r:.80} and a port, which are no address")
-        ticket = params.get(TICKET)
+        ticket, tp_size = params.get(TICKET), params.get("tp_size")
+        if tp_size is not None and (type(tp_size) is not int or not 0 < tp_size <= MOST_RANKS):
+            return cls.nowhere(f"kv_transfer_params.tp_size is {tp_size!r:.80}, needs a number from 1 to {MOST_RANKS}")
         return cls(
             params["remote_engine_id"],
             params["remote_request_id"],
             params["remote_host"],
             params["remote_port"],
             ticket if isinstance(ticket, str) and len(ticket) <= LONGEST_TICKET else "",
+            tp_size,
         )
 
     @classmethod
@@ -115,6 +88,41 @@ class RemotePrefill:
         """Its fields are fit for a log; nothing is connected to."""
         what_to_do = "pass kv_transfer_params on as prefill gave them"
         return cls("unknown", "unknown", "unknown", 0, malformed=f"{malformed}; {what_to_do}")
+
+
+@dataclass(frozen=True)
+class PullWork:
+    """Read `num_tokens` from `first_token` on; with none to read, only tell the owner that it may free its blocks."""
+
+    request_id: str
+    remote: RemotePrefill
+    blocks: tuple[tuple[int, ...], ...]
+    first_token: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class WaitWork:
+    """Renew the hold of a request until its pull begins."""
+
+    request_id: str
+    remote: RemotePrefill
+
+
+@dataclass
+class StepWork:
+    """All that one engine step hands to the workers."""
+
+    holds: list[HoldWork] = field(default_factory=list)
+    pulls: list[PullWork] = field(default_factory=list)
+    waits: list[WaitWork] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+    offload: OffloadWork = field(default_factory=OffloadWork)
+    #: Nothing is scheduled in this step, so a worker may wait for a transfer instead of spinning.
+    idle: bool = False
+    #: The step's number, and up to which one the engine core has read what steps told.
+    number: int = 0
+    read: int = 0
 
 
 class BridgeScheduler:
@@ -145,11 +153,7 @@ class BridgeScheduler:
         """vLLM has queued the request; when it will have blocks for it nobody knows."""
         remote = RemotePrefill.of(request)
         if remote is not None and not remote.malformed:
-            self._work.waits.append(
-                Waiting(
-                    request.request_id, remote.request_id, remote.engine_id, remote.host, remote.port, remote.ticket
-                )
-            )
+            self._work.waits.append(WaitWork(request.request_id, remote))
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that can be loaded beyond those already here, and whether they load in background.
@@ -177,7 +181,8 @@ class BridgeScheduler:
         first_token = request.num_prompt_tokens - num_external_tokens
         if num_external_tokens > 0:
             self._pulling[request.request_id] = params
-        self._pull(request.request_id, remote, self._positions(block_ids), first_token, num_external_tokens)
+        blocks = self._positions(block_ids)
+        self._work.pulls.append(PullWork(request.request_id, remote, blocks, first_token, num_external_tokens))
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks stay, and the parameters that lead the decode side to them."""
@@ -190,7 +195,7 @@ class BridgeScheduler:
             remote = RemotePrefill.from_params(params)
             params["do_remote_prefill"] = False
             if not remote.malformed:
-                self._pull(request.request_id, remote, (), 0, 0)
+                self._work.pulls.append(PullWork(request.request_id, remote, (), 0, 0))
             return False, None
         if request.request_id in self._pulling:
             self._work.cancels.append(request.request_id)
@@ -263,29 +268,6 @@ class BridgeScheduler:
             expires_s=time.time() + max(self._settings.lease_s, self._settings.max_hold_s),  # renewals count
         )
         return {TICKET: write_ticket(self._secret, ticket)}
-
-    def _pull(
-        self,
-        request_id: str,
-        remote: RemotePrefill,
-        blocks: tuple[tuple[int, ...], ...],
-        first_token: int,
-        num_tokens: int,
-    ) -> None:
-        self._work.pulls.append(
-            PullWork(
-                request_id,
-                remote.request_id,
-                remote.engine_id,
-                remote.host,
-                remote.port,
-                blocks,
-                first_token,
-                num_tokens,
-                remote.ticket,
-                remote.malformed,
-            )
-        )
 
     def _positions(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """Block lists of the transferable groups, by position; vLLM's null block is where a window has moved on."""

@@ -15,15 +15,16 @@ from ..cache import CacheState, RegionUser
 from ..connector import Connector
 from ..curve import read_curve
 from ..errors import CacheStateError, ConnectorError, KVXError, MalformedParams
-from ..handoff import CacheFollower, EngineInfo, Failure, HandoffWorker, Pull
+from ..handoff import CacheFollower, EngineInfo, Failure, HandoffWorker, Pull, Waiting
 from ..layout import KVCacheLayout, require_block_compact
 from ..offload import HostPool
 from ..offload_worker import OffloadConnector, OffloadEvents, OffloadWorker
+from ..ranks import Share, shares
 from ..secret import read_secret
 from . import allocation, bridge_offload, settings
 from .bridge_metrics import KvxStats, StatsTaker
 from .bridge_offload import OffloadWork, RankReport
-from .bridge_scheduler import HoldWork, PullWork, StepWork
+from .bridge_scheduler import HoldWork, PullWork, RemotePrefill, StepWork, WaitWork
 from .log import log_as_vllm
 from .steps import WorkerSteps
 from .worker_side import WorkerSeam, current_seam
@@ -60,6 +61,7 @@ class BridgeWorker:
         self._seam: WorkerSeam = current_seam()
         self._connectors: list[Connector] = []
         self._handoff: HandoffWorker | None = None
+        self._total_heads: list[int] = []  # by layer group
         self._follower: CacheFollower | None = None
         self._offload: OffloadWorker | None = None
         self._offload_counters: Mapping[str, int] = bridge_offload.counters_of(HostPool(), 0)
@@ -98,6 +100,7 @@ class BridgeWorker:
         layout = KVCacheLayout.parse(self._vllm_config.cache_config.kv_cache_layout)
         require_block_compact(layout)
         groups = self._groups(kv_caches)
+        self._total_heads = [group.heads.total for group in groups]
         for connector_class in registry.connector_classes(self._settings.connectors):
             connector = connector_class()
             if isinstance(connector, OffloadConnector) and not self._begin_offload(connector, groups, kv_caches):
@@ -137,7 +140,7 @@ class BridgeWorker:
         for pull in work.pulls:
             self._pull(pull)
         for wait in work.waits:
-            self.handoff.keep(replace(wait, port=wait.port + settings.rank_of(self._vllm_config)))
+            self._keep(wait)
         for request_id in work.cancels:
             self.handoff.cancel(request_id)
         if self._offload is not None:
@@ -268,31 +271,66 @@ class BridgeWorker:
         """A hand-off that cannot even begin fails its own request, not the engine."""
         self._tokens_asked[pull.request_id] = pull.num_tokens
         no_blocks: tuple[tuple[int, ...], ...] = tuple(() for _ in self._kv_cache_config.transfer_groups)
+        remote = pull.remote
         asked = Pull(
             request_id=pull.request_id,
-            remote_request_id=pull.remote_request_id,
-            remote_engine_id=pull.remote_engine_id,
-            host=pull.host,
-            port=pull.port + settings.rank_of(self._vllm_config),
+            remote_request_id=remote.request_id,
+            remote_engine_id=remote.engine_id,
+            host=remote.host,
+            port=remote.port + self._first_rank(remote),
             blocks=pull.blocks or no_blocks,
             first_token=pull.first_token,
             num_tokens=pull.num_tokens,
-            ticket=pull.ticket,
+            ticket=remote.ticket,
         )
         try:
-            if pull.malformed:
-                raise MalformedParams(pull.malformed)
-            self.handoff.pull(asked)
+            if remote.malformed:
+                raise MalformedParams(remote.malformed)
+            self.handoff.pull(replace(asked, shares=self._shares(remote)))
         except KVXError as error:
             if pull.num_tokens:
                 self.handoff.count_failure(error)
             self._refused[pull.request_id] = Failure.of(asked, error)
 
+    def _keep(self, wait: WaitWork) -> None:
+        """Where that cannot be, the pull will say why not."""
+        remote = wait.remote
+        try:
+            ranks = tuple(share.owner_rank for share in self._shares(remote)) or (0,)
+        except KVXError:
+            return
+        port = remote.port + self._first_rank(remote)
+        self.handoff.keep(
+            Waiting(wait.request_id, remote.request_id, remote.engine_id, remote.host, port, remote.ticket, ranks)
+        )
+
+    def _first_rank(self, remote: RemotePrefill) -> int:
+        """Of the ranks there, the first of our pipeline stage; or the one like ours, where there are as many."""
+        if self._is_like_ours(remote):
+            return settings.rank_of(self._vllm_config)
+        assert remote.tp_size is not None
+        return settings.rank_of(self._vllm_config) // self._tp_size * remote.tp_size
+
+    def _shares(self, remote: RemotePrefill) -> tuple[Share, ...]:
+        """What this rank reads of which rank of our stage there; empty where it is one like ours, all of it.
+
+        LayoutError: the model's heads cannot be dealt out to as many ranks as it is said to have.
+        """
+        if remote.tp_size is None or self._is_like_ours(remote):
+            return ()
+        return tuple(shares(self._total_heads, self._tp_rank, self._tp_size, remote.tp_size))
+
+    def _is_like_ours(self, remote: RemotePrefill) -> bool:
+        return remote.tp_size in (None, self._tp_size)
+
     @property
     def _tp_rank(self) -> int:
-        parallel = self._vllm_config.parallel_config
-        rank: int = parallel.rank % parallel.tensor_parallel_size
-        return rank
+        return settings.rank_of(self._vllm_config) % self._tp_size
+
+    @property
+    def _tp_size(self) -> int:
+        size: int = self._vllm_config.parallel_config.tensor_parallel_size
+        return size
 
     def close(self) -> None:
         """Stop the hand-offs, then close the connectors. Idempotent."""
@@ -310,14 +348,13 @@ class BridgeWorker:
 
     def _groups(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         cache = self._seam.require_cache()
-        parallel = self._vllm_config.parallel_config
         return allocation.group_geometries(
             self._kv_cache_config,
             kv_caches,
             base_address=cache.base_address,
             capacity_blocks=cache.capacity_blocks,
             tp_rank=self._tp_rank,
-            tp_size=parallel.tensor_parallel_size,
+            tp_size=self._tp_size,
             page_orders=allocation.page_orders(self._vllm_config),
             total_kv_heads=self._vllm_config.model_config.get_total_num_kv_heads(),
         )
@@ -332,8 +369,8 @@ class BridgeWorker:
             kv_cache_dtype=str(config.cache_config.cache_dtype),
             speculation=_drafter(config.speculative_config),
             tp_rank=self._tp_rank,
-            tp_size=parallel.tensor_parallel_size,
-            pp_rank=parallel.rank // parallel.tensor_parallel_size,
+            tp_size=self._tp_size,
+            pp_rank=parallel.rank // self._tp_size,
             pp_size=parallel.pipeline_parallel_size,
         )
 

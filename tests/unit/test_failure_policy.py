@@ -10,11 +10,11 @@ import pytest
 from test_vllm_offload import bridge, request
 
 from kvx.errors import ConnectorError, HandshakeError, KVXError, LeaseExpired, StaleGeneration, TicketRefused
-from kvx.handoff import Failure, HandoffSettings, Waiting
+from kvx.handoff import Failure, HandoffSettings
 from kvx.handshake import Refused, Welcome, expect
 from kvx.metrics import HandoffMetrics
 from kvx.vllm import activation
-from kvx.vllm.bridge_scheduler import FAILURE
+from kvx.vllm.bridge_scheduler import FAILURE, RemotePrefill, WaitWork
 
 
 def configured(theirs: str) -> Any:
@@ -114,7 +114,7 @@ def test_the_hold_of_a_request_that_does_not_begin_at_once_is_renewed() -> None:
     )
     scheduler.added(asked)
     scheduler.added(plain)
-    assert scheduler.take_work(nothing).waits == [Waiting("r", "x", "p", "h", 1)]
+    assert scheduler.take_work(nothing).waits == [WaitWork("r", RemotePrefill("p", "x", "h", 1))]
     scheduler.added(asked)
     scheduler.blocks_allocated(asked, [[1, 2]], 20)
     work = scheduler.take_work(nothing)

@@ -14,15 +14,15 @@ ANSWER = Answer(prompt_tokens=(1, 2, 3), tokens=(7, 8), text=" 5", finish_reason
 
 
 def engine(**transfer):
-    counts = {"bytes": 0, "blocks": 0, "count": 0, "failed": 0, "descriptors": 0} | transfer
-    counts["by_connector"] = {"nixl": counts["count"]} if counts["count"] else {}
+    counts = {"bytes": 0, "blocks": 0, "received": 0, "failed": 0, "descriptors": 0} | transfer
+    counts["by_connector"] = {"nixl": counts["received"]} if counts["received"] else {}
     return {
         "engine_id": "e",
         "handoff": {"holds": 0, "released": 2, "expired": 0, "renewed": 0},
         "transfer": counts,
         "digests": {
-            "checked": 6 if counts["count"] else 0,
-            "expected": 6 if counts["count"] else 0,
+            "checked": 6 if counts["received"] else 0,
+            "expected": 6 if counts["received"] else 0,
             "mismatched": 0,
             "mismatches": [],
         },
@@ -44,7 +44,7 @@ def findings():
         problems=[Problem("q", "a", "5"), Problem("r", "b", "6")],
         baseline=[ANSWER, ANSWER],
         rounds=[[ANSWER, ANSWER]],
-        engines={"prefill": engine(), "decode": engine(bytes=800, blocks=2, count=2)},
+        engines={"prefill": engine(), "decode": engine(bytes=800, blocks=2, received=2)},
         decode_counters={LOCAL_HITS: 2.0, EXTERNAL_HITS: 4.0},
     )
 
@@ -100,10 +100,23 @@ def test_a_status_without_a_section_never_passes(findings):
 
 
 def test_an_answer_without_its_hand_off_is_a_fallback(findings):
-    findings.engines["decode"]["transfer"]["count"] = 1
+    findings.engines["decode"]["transfer"]["received"] = 1
     report = build(findings)
     assert report["transfer"]["fallbacks"] == 1
     assert failing(report) == ["no fallbacks"]
+
+
+def test_a_request_of_several_ranks_counts_where_all_have_received_it(findings):
+    decode = findings.engines["decode"]
+    both = {"prefill": findings.engines["prefill"], "decode": decode, "decode rank 1": copy.deepcopy(decode)}
+    report = build(dataclasses.replace(findings, engines=both))
+    assert report["passed"]
+    assert (report["transfer"]["bytes"], report["transfer"]["count"]) == (1600, 2)
+    both["decode rank 1"]["transfer"].update(received=1, failed=1)
+    report = build(dataclasses.replace(findings, engines=both))
+    assert report["transfer"]["fallbacks"] == 1, "one request, whichever rank of it failed"
+    both["decode rank 1"]["handoff"]["holds"] = 1
+    assert "decode rank 1: nothing held at the end" in failing(build(dataclasses.replace(findings, engines=both)))
 
 
 def test_a_failed_transfer_is_a_fallback(findings):
@@ -113,7 +126,7 @@ def test_a_failed_transfer_is_a_fallback(findings):
 
 @pytest.mark.parametrize(("expected", "fails"), [(0, 2), (1, 0), (2, 1)])
 def test_what_was_repaired_by_recomputation_must_have_been_expected(findings, expected, fails):
-    findings.engines["decode"]["transfer"].update(count=1, failed=1, failures={"digest_mismatch": 1})
+    findings.engines["decode"]["transfer"].update(received=1, failed=1, failures={"digest_mismatch": 1})
     findings.engines["decode"]["digests"].update(mismatched=3)
     findings.engines["decode"]["external_hits"] = {"received_tokens": 2}
     counters = {LOCAL_HITS: 2.0, EXTERNAL_HITS: 2.0 if expected else 4.0}
@@ -243,13 +256,13 @@ def test_a_question_is_identical_when_it_was_in_every_round(offloaded, bad_round
 
 
 def test_both_rounds_of_a_pair_must_be_handed_off(findings):
-    findings.engines["decode"]["transfer"]["count"] = 3
+    findings.engines["decode"]["transfer"]["received"] = 3
     findings.engines["decode"]["offload"] = {"stores": 1, "reloads": 1, "evictions": 1}
     both = dataclasses.replace(
         findings, rounds=[[ANSWER, ANSWER]] * 2, offloads=True, decode_counters={LOCAL_HITS: 2.0, EXTERNAL_HITS: 10.0}
     )
     assert failing(build(both)) == ["no fallbacks"]
-    findings.engines["decode"]["transfer"]["count"] = 4
+    findings.engines["decode"]["transfer"]["received"] = 4
     assert failing(build(both)) == []
 
 

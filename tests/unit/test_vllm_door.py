@@ -91,7 +91,7 @@ def test_decode_takes_a_ticket_that_is_a_text_and_no_more(
     )
     scheduler.blocks_allocated(request, [[5, 6]], 31)
     (work,) = scheduler._work.pulls
-    assert work.ticket == taken
+    assert work.remote.ticket == taken
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,11 @@ def test_decode_takes_a_ticket_that_is_a_text_and_no_more(
         ({"remote_port": 65536}, "'127.0.0.1' and a port, which are no address"),
         ({"remote_port": -1}, "which are no address"),
         ({"remote_port": 10**5000}, "which are no address"),
+        ({"tp_size": 0}, "tp_size is 0, needs a number from 1 to 1024"),
+        ({"tp_size": 1025}, "tp_size is 1025, needs"),
+        ({"tp_size": True}, "tp_size is True, needs"),
+        ({"tp_size": "2"}, "tp_size is '2', needs"),
+        ({"tp_size": [2] * 99}, "tp_size is .*, needs"),
     ],
 )
 def test_what_leads_nowhere_is_a_hand_off_that_fails(
@@ -121,9 +126,9 @@ def test_what_leads_nowhere_is_a_hand_off_that_fails(
     assert scheduler.match(request, 16) == (16, True)
     scheduler.blocks_allocated(request, [[5, 6]], 16)
     (work,) = scheduler._work.pulls
-    assert re.search(what, work.malformed)
-    assert "pass kv_transfer_params on as prefill gave them" in work.malformed
-    assert (work.num_tokens, work.host, work.port) == (16, "unknown", 0)
+    assert re.search(what, work.remote.malformed)
+    assert "pass kv_transfer_params on as prefill gave them" in work.remote.malformed
+    assert (work.num_tokens, work.remote.host, work.remote.port) == (16, "unknown", 0)
     scheduler.arrived(["d"], ["d"], None)
     assert scheduler.match(request, 16) == (0, False), "never offered again"
 
@@ -191,11 +196,11 @@ def test_another_requests_blocks_are_not_to_be_had_by_their_numbers(monkeypatch:
 def pulled(work: PullWork) -> Pair:
     """A reader's half that has begun it, as the bridge's worker would."""
     pair = Pair()
-    pair.side.secret = Secret(KEY.encode())
+    pair.side.secret, remote = Secret(KEY.encode()), work.remote
     pair.start(
-        request_id=work.request_id, remote_request_id=work.remote_request_id, remote_engine_id=work.remote_engine_id,
-        host=work.host, port=work.port, blocks=work.blocks, first_token=work.first_token, num_tokens=work.num_tokens,
-        ticket=work.ticket,
+        request_id=work.request_id, remote_request_id=remote.request_id, remote_engine_id=remote.engine_id,
+        host=remote.host, port=remote.port, blocks=work.blocks, first_token=work.first_token,
+        num_tokens=work.num_tokens, ticket=remote.ticket,
     )  # fmt: skip
     return pair
 
