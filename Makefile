@@ -9,7 +9,7 @@ MEMORY := $(addprefix tests/unit/test_,cache.py cache_machine.py driver_host.py 
 OTHERS := tests $(addprefix --ignore=,$(MEMORY))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-extras test-faults test-fuzz test-kit test-soak verify bench docs clean
+.PHONY: help setup check test test-extras test-faults test-fuzz test-kit test-pairs test-soak verify bench docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -35,12 +35,15 @@ check: setup ## Format, lint, types, layers, fast tests
 
 test: setup ## Everything that runs on this machine, real vLLM engines included
 	$(BIN)/python -m pytest -q -m "not gpu" $(MEMORY)
-	$(BIN)/python -m pytest -q -m "not gpu and not matrix and not soak and not fuzz and (quick or not faults)" $(OTHERS)
+	$(BIN)/python -m pytest -q -m "not gpu and not matrix and not pairs and not soak and not fuzz and (quick or not faults)" $(OTHERS)
 
 test-kit: setup ## All of the conformance kit, its table to build/kit.json; then matrix rows that `make test` leaves out
 	mkdir -p build
 	$(BIN)/python -m pytest -q -m "not gpu" --kvx-kit-json build/kit.json tests/kit
 	$(BIN)/python -m pytest -q -m "matrix and not gpu" tests --ignore=tests/kit
+
+test-pairs: setup ## Pairs of real engines that differ in ranks and block sizes, and unusual models
+	$(BIN)/python -m pytest -q -m "pairs and not gpu" tests
 
 test-faults: setup ## The table of faults, to build/faults.json, and what engines leave behind: needs root, and `ip` of iproute2
 	mkdir -p build

@@ -146,3 +146,19 @@ def test_a_pull_that_ends_while_it_greets_leaves_the_renewals_of_others() -> Non
     assert renewals(pair) == 1
     pair.link.answer(Renew, Refused(sequence=1, reason="no"))
     assert pair.link.is_closed, "forgotten with its last beat"
+
+
+def test_each_rank_that_holds_the_request_is_asked_for_longer_until_its_pull_begins() -> None:
+    pair = Pair()
+    pair.puller.keep(Waiting("r", "theirs", "e", "10.0.0.1", 1, ranks=(0, 2)), time.monotonic())
+    for delay_s in (0.0, 0.1):
+        pair.puller.tick(time.monotonic() + FIRST_RENEWAL_S + delay_s)
+    links = pair.links
+    assert [link.port for link in links] == [1, 3]
+    for link in links:
+        link.answer(Renew, Renewed(sequence=1, request_id="theirs", left_s=3.0))
+    due = pair.puller.next_time()
+    assert due is not None, "both are asked again"
+    pair.start(request_id="r")
+    pair.puller.tick(due + 1)
+    assert not any(isinstance(message, Renew) for link in links for message, _ in link.asked)

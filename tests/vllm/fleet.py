@@ -1,0 +1,147 @@
+"""Several engines with the bridge that differ from one another, and a stock one: each is started when it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvx.engine_settings import EngineSettings, bridge
+from kvx.handshake import request_status
+from kvx.servers import Server, Servers, free_ports, free_run, share_cores
+from kvx.verify import engines
+from kvx.verify.client import Answer, Ask, Client
+from kvx.verify.report import EXTERNAL_HITS, LOCAL_HITS
+
+from .conftest import wait_until
+
+CACHE_TOKENS = 16384
+MAX_MODEL_LEN_TOKENS = 2304
+CONCURRENCY = 4
+
+
+@dataclass(frozen=True)
+class Member:
+    """One engine; its connectors in the order in which it prefers them."""
+
+    tp_size: int = 1
+    block_size_tokens: int = 64
+    connectors: tuple[str, ...] = ("nixl",)
+
+
+@dataclass(frozen=True)
+class Running:
+    server: Server
+    first_side_port: int
+    member: Member
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """Of each rank."""
+        ranks = range(self.member.tp_size)
+        return [request_status(engines.HOST, self.first_side_port + rank) for rank in ranks]
+
+    def sums(self, section: str, name: str) -> list[int]:
+        return [status[section][name] for status in self.statuses()]
+
+
+class Fleet:
+    """Of one model; stops all of them at the end. The stock engine is named `stock`."""
+
+    def __init__(self, model: Path, logs: Path, members: dict[str, Member]) -> None:
+        self.model, self.members = model, members
+        self.servers, self.client = Servers(logs), Client()
+        self._running: dict[str, Running] = {}
+        self._stock: Server | None = None
+
+    def __enter__(self) -> Fleet:
+        self.servers.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self.servers.__exit__(None, None, None)
+
+    def get(self, *names: str) -> list[Running]:
+        """They are started together where they do not run yet."""
+        for name in names:
+            if name not in self._running:
+                self._running[name] = self._start(name, self.members[name])
+        self.servers.wait_healthy()
+        return [self._running[name] for name in names]
+
+    def stop(self, *names: str) -> None:
+        for name in names:
+            running = self._running.pop(name, None)
+            if running is not None:
+                self.servers.stop(running.server)
+
+    def stock_answers(self, asks: Sequence[Ask]) -> list[Answer]:
+        """What a single server without the plug-in says."""
+        if self._stock is None:
+            stock = self._settings("stock", Member(), free_ports(1)[0])
+            self._stock = self.servers.start(replace(stock, environment={"VLLM_PLUGINS": ""}))
+            self.servers.wait_healthy()
+        url = self._stock.url
+        return [self.client.ask_single(url, ask) for ask in asks]
+
+    def hand_off(self, prefill: Running, decode: Running, asks: Sequence[Ask]) -> list[Answer]:
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            return list(pool.map(lambda ask: self.client.ask_pair(prefill.url, decode.url, ask), asks))
+
+    def _settings(self, name: str, member: Member, port: int) -> EngineSettings:
+        return EngineSettings(
+            name=name, model=self.model, port=port, tp_size=member.tp_size, cores=share_cores(1)[0],
+            block_size_tokens=member.block_size_tokens, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, kv_space_gib=1,
+            explicit_blocks=CACHE_TOKENS // member.block_size_tokens,
+        )  # fmt: skip
+
+    def _start(self, name: str, member: Member) -> Running:
+        taken: set[int] = set()
+        port, side_port = free_run(1, taken), free_run(member.tp_size, taken)
+        options = {"connectors": list(member.connectors), "side_channel_port": side_port, "verify": "all"}
+        engine = replace(
+            self._settings(name, member, port), kv_transfer=bridge(name, options), environment={"VLLM_PLUGINS": "kvx"}
+        )
+        return Running(self.servers.start(engine), side_port, member)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Of all ranks together."""
+
+    num_bytes: int = 0
+    num_blocks: int = 0
+    external_tokens: int = 0
+
+
+def require_right(fleet: Fleet, prefill: Running, decode: Running, asks: Sequence[Ask]) -> Moved:
+    """Every answer is the stock server's, every byte was compared, nothing was computed again or kept."""
+    expected = fleet.stock_answers(asks)
+    before, hits = decode.statuses(), fleet.client.counters(decode.url)
+    answers = fleet.hand_off(prefill, decode, asks)
+    assert [answer.error for answer in answers] == [""] * len(asks)
+    assert [(a.prompt_tokens, a.tokens, a.text) for a in answers] == [
+        (a.prompt_tokens, a.tokens, a.text) for a in expected
+    ]
+    moved = Moved()
+    for rank, (old, new) in enumerate(zip(before, decode.statuses(), strict=True)):
+        grown = {
+            name: new["transfer"][name] - old["transfer"][name] for name in ("received", "failed", "bytes", "blocks")
+        }
+        digests = {name: new["digests"][name] - old["digests"][name] for name in ("checked", "expected", "mismatched")}
+        assert (grown["received"], grown["failed"]) == (len(asks), 0), f"rank {rank}: {grown}"
+        assert digests["checked"] == digests["expected"], f"rank {rank}: {digests}"
+        assert digests["mismatched"] == 0, f"rank {rank}: {digests}"
+        moved = Moved(moved.num_bytes + grown["bytes"], moved.num_blocks + grown["blocks"])
+    found = fleet.client.counters(decode.url)
+    external, local = (found.get(name, 0) - hits.get(name, 0) for name in (EXTERNAL_HITS, LOCAL_HITS))
+    assert external == sum(len(answer.prompt_tokens) for answer in answers) - local > 0
+    wait_until(lambda: prefill.sums("handoff", "holds") == [0] * prefill.member.tp_size)
+    assert prefill.sums("handoff", "expired") == [0] * prefill.member.tp_size
+    return replace(moved, external_tokens=int(external))
