@@ -12,6 +12,7 @@ from kvx.doctor.findings import Finding, error, ok, warning
 from kvx.errors import START_ALIKE, LayoutError, PeerMismatch
 from kvx.geometry import GroupGeometry, HeadRange
 from kvx.peer import PeerDescriptor, VerifyMode, require_compatible
+from kvx.ranks import shares
 
 _WHY = "the first hand-off ends with this, and so does every other; prompts are computed again"
 
@@ -105,7 +106,7 @@ def check_pair(first: tuple[str, PeerDescriptor], second: tuple[str, PeerDescrip
 def _judge(check: str, our_name: str, ours: PeerDescriptor, their_name: str, theirs: PeerDescriptor) -> Finding:
     """Whether ours can read from theirs."""
     try:
-        require_compatible(ours, theirs)
+        require_compatible(ours, theirs, _heads_read(ours, theirs))
     except PeerMismatch as problem:
         is_one, plain = "," not in problem.field, problem.what_to_do == START_ALIKE
         return error(
@@ -123,6 +124,18 @@ def _judge(check: str, our_name: str, ours: PeerDescriptor, their_name: str, the
             "start both engines with VLLM_KV_CACHE_LAYOUT=LBHNC, or without it",
         )
     return ok(check, f"{our_name} can read {their_name}{_converts(ours, theirs)}")
+
+
+def _heads_read(ours: PeerDescriptor, theirs: PeerDescriptor) -> Sequence[HeadRange | None] | None:
+    """By layer group, what our rank reads of theirs, which is one of several; None: all that ours has."""
+    totals = [group.heads.total for group in ours.groups]
+    if ours.info.tp_size == theirs.info.tp_size or totals != [group.heads.total for group in theirs.groups]:
+        return None
+    try:
+        found = shares(totals, ours.info.tp_rank, ours.info.tp_size, theirs.info.tp_size)
+    except LayoutError:
+        return None  # the comparison names heads that are missing
+    return next((share.heads for share in found if share.owner_rank == theirs.info.tp_rank), [None] * len(totals))
 
 
 def _converts(ours: PeerDescriptor, theirs: PeerDescriptor) -> str:

@@ -29,7 +29,8 @@ logger = logging.getLogger("vllm.kvx")
 ENGINES_ENVIRONMENT = "KVX_HOST_ENGINES"
 """How many engines share this host's memory, where no engine has an explicit size. 1 by default."""
 HOLD_ENVIRONMENT = "KVX_INJECT_HOLD_MIB"
-"""Set by a test: so many MiB are taken in warm-up and kept, and must be missing from the final count."""
+"""Set by a test: so many MiB are taken in warm-up and kept, and must be missing from the final count. One number for
+each rank, separated by commas; ranks after the last one take none."""
 
 _held: list[torch.Tensor] = []
 
@@ -71,7 +72,7 @@ class CpuSide(DeviceSide):
         budget, request = self._budget(), longest_request(self._config, kv_cache_config)
         before = resident_bytes()
         _reset_peak()
-        _hold_back()
+        _hold_back(self._config.parallel_config.rank)
         _warm_up(self._worker.model_runner, cache.committed_blocks)
         after, peak = resident_bytes(), _peak_resident_bytes()
         used = {"growth of resident memory in warm-up": max(0, after - before)}
@@ -141,8 +142,9 @@ def _warm_up(runner: Any, committed_blocks: int) -> None:
     runner.input_batch.block_table.commit_block_table(runner.max_num_reqs)
 
 
-def _hold_back() -> None:
-    mebibytes = int(os.environ.get(HOLD_ENVIRONMENT, "0"))
+def _hold_back(rank: int) -> None:
+    sizes = [int(size) for size in os.environ.get(HOLD_ENVIRONMENT, "0").split(",")]
+    mebibytes = sizes[rank] if rank < len(sizes) else 0
     if mebibytes:
         _held.append(torch.ones(mebibytes << 20, dtype=torch.uint8))
         logger.warning("kvx: holding %d MiB back, because %s says so", mebibytes, HOLD_ENVIRONMENT)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from fake_cuda import FakeCuda
 
@@ -412,11 +413,21 @@ def test_an_engine_that_is_to_be_started_beside_a_peer(
     assert trouble is None or trouble in found.found
 
 
-def test_a_wider_reader_misses_heads_of_a_narrower_owner() -> None:
+def test_a_reader_of_fewer_ranks_reads_several_of_its_owner() -> None:
     rank = engine(heads=HeadRange(0, 4, 8))
     found = fit.check_wanted("peer", rank, fit.Wanted(tp_size=1), ["nixl"], "off")
-    assert (found.level, "heads" in found.found, "tp_size" in found.found) == (Level.ERROR, True, True)
-    assert not fit.check_pair(("rank", rank), ("all", engine())).is_trouble, "one of them can read"
+    assert (found.level, "tensor parallel sizes 1 and 2 differ" in found.found) == (Level.OK, True)
+    wrong = engine(heads=HeadRange(4, 4, 8))  # it says that it is the first of two
+    found = fit.check_wanted("peer", wrong, fit.Wanted(tp_size=1), ["nixl"], "off")
+    assert (found.level, "heads" in found.found) == (Level.ERROR, True)
+    second = replace(wrong, info=msgspec.structs.replace(wrong.info, tp_rank=1))
+    assert not fit.check_wanted("peer", second, fit.Wanted(tp_size=1), ["nixl"], "off").is_trouble
+    nothing = fit.check_wanted("peer", rank, fit.Wanted(tp_size=8), ["nixl"], "off")
+    assert not nothing.is_trouble, nothing
+
+
+def test_what_stands_against_a_pair_is_told_by_direction() -> None:
+    assert not fit.check_pair(("rank", engine(heads=HeadRange(0, 4, 8))), ("all", engine())).is_trouble
     other = replace(engine(), verify="all")
     assert fit.check_pair(("a", engine()), ("b", other)).level is Level.WARNING
     older = replace(other, digest="another")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ CONCURRENCY = 4
 
 @dataclass(frozen=True)
 class Member:
-    """One engine; its connectors in the order in which it prefers them."""
+    """One engine; its connectors in the order in which it prefers them. `measures`: its cache has no explicit size."""
 
     tp_size: int = 1
     block_size_tokens: int = 64
     connectors: tuple[str, ...] = ("nixl",)
+    measures: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,17 @@ class Fleet:
         self.servers.__exit__(None, None, None)
 
     def get(self, *names: str) -> list[Running]:
-        """They are started together where they do not run yet."""
+        """They are started together where they do not run yet. EngineError: one of them ended."""
         for name in names:
-            if name not in self._running:
-                self._running[name] = self._start(name, self.members[name])
+            self.begin(name)
         self.servers.wait_healthy()
         return [self._running[name] for name in names]
+
+    def begin(self, name: str) -> Running:
+        """Start it where it does not run yet, and do not wait for it."""
+        if name not in self._running:
+            self._running[name] = self._start(name, self.members[name])
+        return self._running[name]
 
     def stop(self, *names: str) -> None:
         for name in names:
@@ -98,7 +105,7 @@ class Fleet:
         return EngineSettings(
             name=name, model=self.model, port=port, tp_size=member.tp_size, cores=share_cores(1)[0],
             block_size_tokens=member.block_size_tokens, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, kv_space_gib=1,
-            explicit_blocks=CACHE_TOKENS // member.block_size_tokens,
+            explicit_blocks=None if member.measures else CACHE_TOKENS // member.block_size_tokens,
         )  # fmt: skip
 
     def _start(self, name: str, member: Member) -> Running:
@@ -106,7 +113,9 @@ class Fleet:
         port, side_port = free_run(1, taken), free_run(member.tp_size, taken)
         options = {"connectors": list(member.connectors), "side_channel_port": side_port, "verify": "all"}
         engine = replace(
-            self._settings(name, member, port), kv_transfer=bridge(name, options), environment={"VLLM_PLUGINS": "kvx"}
+            self._settings(name, member, port),
+            kv_transfer=bridge(name, options),
+            environment={"VLLM_PLUGINS": "kvx", **member.environment},
         )
         return Running(self.servers.start(engine), side_port, member)
 

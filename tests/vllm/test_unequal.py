@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvx.errors import EngineError
 from kvx.verify.client import Ask
 from kvx.verify.questions import own_problems, own_shots, prompt
 
@@ -26,6 +28,8 @@ MEMBERS = {
     "b64-mooncake": Member(connectors=("mooncake",)),
     "two-ipc": Member(tp_size=2, connectors=("ipc",)),
 }
+HELD_MIB = 96
+UNEVEN = Member(tp_size=2, measures=True, environment={"KVX_INJECT_HOLD_MIB": f"0,{HELD_MIB}"})
 QUESTIONS = 16
 NEW_TOKENS = 24
 
@@ -114,3 +118,34 @@ def test_a_head_that_two_ranks_hold_is_read_once(one_kv_head: Fleet, prefill: st
     moved = require_right(one_kv_head, *one_kv_head.get(prefill, decode), asks)
     keys_and_values_bytes = 2 * HEAD_SIZE * 4  # float32
     assert moved.num_bytes == moved.num_blocks * LAYERS * 64 * keys_and_values_bytes > 0
+
+
+@pytest.mark.pairs
+def test_ranks_with_unequal_free_memory_end_with_the_same_count(model: Path, tmp_path: Path) -> None:
+    with Fleet(make("dense", tmp_path), tmp_path, {"uneven": UNEVEN}) as fleet:
+        (running,) = fleet.get("uneven")
+        first, second = (status["cache"] for status in running.statuses())
+    assert first["blocks_final"] == second["blocks_final"] > first["blocks_at_warmup"]
+    grown = [
+        sum(row["bytes"] for row in cache["ledger"] if row["consumer"] == "growth of resident memory in warm-up")
+        for cache in (first, second)
+    ]
+    assert grown[1] - grown[0] > (HELD_MIB - 16) << 20, "the second had less"
+    assert first["committed_bytes"] == second["committed_bytes"]
+    assert first["reserved_bytes"] - first["committed_bytes"] > (HELD_MIB - 16) << 20, "and the first took no more"
+
+
+@pytest.mark.pairs
+def test_a_rank_that_cannot_open_its_side_channel_stops_the_engine_with_one_sentence(
+    model: Path, tmp_path: Path
+) -> None:
+    with Fleet(make("dense", tmp_path), tmp_path, {"two": Member(tp_size=2)}) as fleet, socket.socket() as stranger:
+        port = fleet.begin("two").first_side_port + 1
+        stranger.bind(("127.0.0.1", port))
+        stranger.listen()
+        with pytest.raises(EngineError) as raised:
+            fleet.get("two")
+    assert f"side channel port {port} on 127.0.0.1 is in use; choose a free one with side_channel_port" in str(
+        raised.value
+    )
+    assert len(str(raised.value).splitlines()) <= 12
