@@ -24,13 +24,22 @@ CONCURRENCY = 4
 
 @dataclass(frozen=True)
 class Member:
-    """One engine; its connectors in the order in which it prefers them. `measures`: its cache has no explicit size."""
+    """One engine; its connectors in the order in which it prefers them. `measures`: its cache has no explicit size.
+
+    `stages`: of a pipeline. `arguments`: more of vLLM's.
+    """
 
     tp_size: int = 1
+    stages: int = 1
     block_size_tokens: int = 64
     connectors: tuple[str, ...] = ("nixl",)
     measures: bool = False
+    arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.tp_size * self.stages
 
 
 @dataclass(frozen=True)
@@ -45,8 +54,8 @@ class Running:
 
     def statuses(self) -> list[dict[str, Any]]:
         """Of each rank."""
-        ranks = range(self.member.tp_size)
-        return [request_status(engines.HOST, self.first_side_port + rank) for rank in ranks]
+        ports = range(self.first_side_port, self.first_side_port + self.member.ranks)
+        return [request_status(engines.HOST, port) for port in ports]
 
     def sums(self, section: str, name: str) -> list[int]:
         return [status[section][name] for status in self.statuses()]
@@ -55,8 +64,8 @@ class Running:
 class Fleet:
     """Of one model; stops all of them at the end. The stock engine is named `stock`."""
 
-    def __init__(self, model: Path, logs: Path, members: dict[str, Member]) -> None:
-        self.model, self.members = model, members
+    def __init__(self, model: Path, logs: Path, members: dict[str, Member], stock: Member | None = None) -> None:
+        self.model, self.members, self._stock_member = model, members, stock or Member()
         self.servers, self.client = Servers(logs), Client()
         self._running: dict[str, Running] = {}
         self._stock: Server | None = None
@@ -91,7 +100,7 @@ class Fleet:
     def stock_answers(self, asks: Sequence[Ask]) -> list[Answer]:
         """What a single server without the plug-in says."""
         if self._stock is None:
-            stock = self._settings("stock", Member(), free_ports(1)[0])
+            stock = self._settings("stock", self._stock_member, free_ports(1)[0])
             self._stock = self.servers.start(replace(stock, environment={"VLLM_PLUGINS": ""}))
             self.servers.wait_healthy()
         url = self._stock.url
@@ -102,21 +111,23 @@ class Fleet:
             return list(pool.map(lambda ask: self.client.ask_pair(prefill.url, decode.url, ask), asks))
 
     def _settings(self, name: str, member: Member, port: int) -> EngineSettings:
+        cores = share_cores(member.stages)  # as a tensor parallel engine's ranks have them
+        binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, each)) for each in cores)}
+        stages = ("--pipeline-parallel-size", str(member.stages)) if member.stages > 1 else ()
         return EngineSettings(
             name=name, model=self.model, port=port, tp_size=member.tp_size, cores=share_cores(1)[0],
+            arguments=(*stages, *member.arguments), environment=binding if stages else {},
             block_size_tokens=member.block_size_tokens, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, kv_space_gib=1,
             explicit_blocks=None if member.measures else CACHE_TOKENS // member.block_size_tokens,
         )  # fmt: skip
 
     def _start(self, name: str, member: Member) -> Running:
         taken: set[int] = set()
-        port, side_port = free_run(1, taken), free_run(member.tp_size, taken)
+        port, side_port = free_run(1, taken), free_run(member.ranks, taken)
         options = {"connectors": list(member.connectors), "side_channel_port": side_port, "verify": "all"}
-        engine = replace(
-            self._settings(name, member, port),
-            kv_transfer=bridge(name, options),
-            environment={"VLLM_PLUGINS": "kvx", **member.environment},
-        )
+        engine = self._settings(name, member, port)
+        environment = {"VLLM_PLUGINS": "kvx", **engine.environment, **member.environment}
+        engine = replace(engine, kv_transfer=bridge(name, options), environment=environment)
         return Running(self.servers.start(engine), side_port, member)
 
 
@@ -151,6 +162,6 @@ def require_right(fleet: Fleet, prefill: Running, decode: Running, asks: Sequenc
     found = fleet.client.counters(decode.url)
     external, local = (found.get(name, 0) - hits.get(name, 0) for name in (EXTERNAL_HITS, LOCAL_HITS))
     assert external == sum(len(answer.prompt_tokens) for answer in answers) - local > 0
-    wait_until(lambda: prefill.sums("handoff", "holds") == [0] * prefill.member.tp_size)
-    assert prefill.sums("handoff", "expired") == [0] * prefill.member.tp_size
+    wait_until(lambda: prefill.sums("handoff", "holds") == [0] * prefill.member.ranks)
+    assert prefill.sums("handoff", "expired") == [0] * prefill.member.ranks
     return replace(moved, external_tokens=int(external))

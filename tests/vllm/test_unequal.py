@@ -26,6 +26,8 @@ MEMBERS = {
     "two": Member(tp_size=2),
     "two-more": Member(tp_size=2),
     "b64-mooncake": Member(connectors=("mooncake",)),
+    "stages": Member(stages=2),
+    "stages-too": Member(stages=2, block_size_tokens=32),
     "two-ipc": Member(tp_size=2, connectors=("ipc",)),
 }
 HELD_MIB = 96
@@ -69,6 +71,7 @@ def questions(name: str) -> list[Ask]:
         pytest.param("b64", "b32", (), marks=pytest.mark.pairs),
         pytest.param("b32", "b64-mooncake", ("b64-mooncake",), marks=pytest.mark.pairs),
         pytest.param("b128", "b32", ("b128",), marks=pytest.mark.pairs),
+        pytest.param("stages", "stages-too", ("stages", "stages-too"), marks=pytest.mark.pairs),
     ],
     ids=lambda value: value if isinstance(value, str) else "then" if value else "",
 )
@@ -109,6 +112,18 @@ def conversations(count: int) -> list[tuple[int, ...]]:
         tail = numbers.choices(range(1000, 20000), k=numbers.randint(1, 400))
         prompts.append((*kept[:1600], *tail))
     return prompts[1:]
+
+
+@pytest.mark.pairs
+def test_a_cache_in_fp8_goes_between_unequal_engines(model: Path, tmp_path: Path) -> None:
+    """The single server has it too: what is compared is the hand-off, not the precision."""
+    in_fp8 = ("--kv-cache-dtype", "fp8")
+    members = {
+        "two": Member(tp_size=2, block_size_tokens=32, arguments=in_fp8),
+        "one": Member(block_size_tokens=64, arguments=in_fp8),
+    }
+    with Fleet(make("dense", tmp_path), tmp_path, members, stock=Member(arguments=in_fp8)) as fleet:
+        require_right(fleet, *fleet.get("two", "one"), questions("fp8"))
 
 
 @pytest.mark.pairs
