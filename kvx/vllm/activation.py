@@ -21,7 +21,7 @@ STOCK_FAILURE_POLICY = "fail"
 _PLAIN = frozenset({"auto", "float32", "float16", "bfloat16"})
 _FP8 = _PLAIN | {"fp8", "fp8_e4m3", "fp8_e5m2"}
 GROWABLE = {
-    "CPU_ATTN": _PLAIN,
+    "CPU_ATTN": _FP8,
     "CPU_MLA": _PLAIN,
     "FLASH_ATTN": _FP8,
     "FLASHINFER": _FP8,

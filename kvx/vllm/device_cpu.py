@@ -114,11 +114,13 @@ class CpuSide(DeviceSide):
 
 
 def _warm_up(runner: Any, committed_blocks: int) -> None:
-    """The largest batch with attention over committed blocks, then the sampler. Dummy runs write no KV.
+    """The largest batch with attention over committed blocks, then the sampler in a pipeline's last stage.
 
-    Sequences are as long as their own share of the batch, so attention costs no more than in the longest prefill.
+    Dummy runs write no KV. Sequences are as long as their own share of the batch, so attention costs no more than in
+    the longest prefill.
     """
     from vllm.config import CUDAGraphMode
+    from vllm.distributed.parallel_state import get_pp_group
 
     num_tokens = runner.max_num_tokens
     share = -(-num_tokens // min(num_tokens, runner.scheduler_config.max_num_seqs))
@@ -135,7 +137,8 @@ def _warm_up(runner: Any, committed_blocks: int) -> None:
             skip_eplb=True,
             profile_seq_lens=longest,
         )
-        runner._dummy_sampler_run(last_hidden)
+        if get_pp_group().is_last_rank:
+            runner._dummy_sampler_run(last_hidden)
     finally:
         for table in tables:
             table[:] = 0
