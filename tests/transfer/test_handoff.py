@@ -52,7 +52,8 @@ def hand_off(owner: Remote, reader: Remote, num_tokens: int, seed: int, first_to
     before = reader.read([ours], 0, first_token)
     ticket = owner.ticket(request, num_tokens)
     pull(reader, owner, request, [wanted], first_token, num_tokens - first_token, ticket)
-    assert reader.events(20)["received"] == {request}
+    events = reader.events(20)
+    assert events["received"] == {request}, events
     assert reader.read([ours], first_token, num_tokens - first_token) == owner.read(
         [theirs], first_token, num_tokens - first_token
     )
