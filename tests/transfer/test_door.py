@@ -62,7 +62,7 @@ class Stranger:
         return self.hear()
 
     def hear(self) -> dict[str, Any]:
-        assert self._socket.poll(5000), "no answer"
+        assert self._socket.poll(20_000), "no answer"
         reply: dict[str, Any] = msgspec.msgpack.decode(self._socket.recv())
         return reply
 

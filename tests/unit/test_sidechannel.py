@@ -40,16 +40,16 @@ def test_a_link_says_why_it_is_lost_and_that_nobody_listens_is_one_reason() -> N
     try:
         link = Link(context, "127.0.0.1", server.port, "127.0.0.1")
         link.tell(Status(sequence=0))
-        assert server.socket.poll(5000)
+        assert server.socket.poll(20_000)
         assert link.why_lost() == ""
         server.close()
-        assert link.monitor.poll(5000)
+        assert link.monitor.poll(20_000)
         assert link.why_lost() == f"engine 127.0.0.1:{server.port} closed its side channel; is it still running?"
         with socket.socket() as bound:  # and does not listen
             bound.bind(("127.0.0.1", 0))
             port = bound.getsockname()[1]
             late = Link(context, "127.0.0.1", port, "127.0.0.1")
-            assert late.monitor.poll(5000)
+            assert late.monitor.poll(20_000)
             assert late.why_lost() == f"engine 127.0.0.1:{port} cannot be connected to; is it still running?"
         link.close()
         late.close()
@@ -172,7 +172,7 @@ def test_a_flood_of_requests_is_read_in_parts() -> None:
             dealer.send(encode(Status(sequence=sequence)))
         read = 0
         while read < count:
-            assert server.socket.poll(5000), "what is left is still announced"
+            assert server.socket.poll(20_000), "what is left is still announced"
             part = len(list(server.requests()))
             assert part <= MOST_AT_ONCE
             read += part
