@@ -358,6 +358,7 @@ def _opened(name: str, device: str, total_bytes: int, undo: ExitStack) -> tuple[
     found = reading_class(name)
     reservation, memory = _memory(device, total_bytes, undo, shareable=found.capabilities.shares_memory)
     connector = found()
+    connector.data_address = "127.0.0.1"  # the other end is on this host, whatever interfaces come and go
     connector.open([MemoryRegion(reservation.address, total_bytes, 0, reservation.mappings[0])], 1)
     undo.callback(connector.close)
     return connector, memory

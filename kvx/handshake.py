@@ -9,6 +9,7 @@ secret, each message travels in a signed envelope (`kvx.seal`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -345,8 +346,9 @@ def exchange(host: str, port: int, messages: Sequence[bytes], curve: Curve | Non
             curve.connect(channel)
         monitor = channel.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         channel.connect(address)
-        for data in messages:
-            channel.send(data)
+        with contextlib.suppress(zmq.Again):  # a connection that was refused meanwhile, which the monitor tells
+            for data in messages:
+                channel.send(data, zmq.NOBLOCK)
         poller = zmq.Poller()
         for found in (channel, monitor):
             poller.register(found, zmq.POLLIN)

@@ -161,14 +161,14 @@ class Link:
         except zmq.ZMQError as error:
             self.close()
             raise HandshakeError(f"the side channel cannot connect to {host}:{port}: {error}") from error
-        self._sequence = 0
+        self._sequence = self._seen = 0
         self._seal = seal or RequestSeal(None)
         self._waiting: dict[int, tuple[OnReply, bytes]] = {}
 
     def ask(self, message: Message, on_reply: OnReply) -> None:
         """Send a request (its `sequence` is set here); the reply, if one comes, goes to `on_reply`.
 
-        Crowded: MOST_UNSENT messages wait for the engine to read them.
+        Crowded: MOST_UNSENT messages wait for the engine to read them. Of a lost link, `why_lost` tells.
         """
         nonce = self._send(message)
         self._waiting[self._sequence] = on_reply, nonce
@@ -205,15 +205,14 @@ class Link:
         A port that nobody listens on counts: left to try again, ZeroMQ would say to the next engine there what was
         meant for this one.
         """
-        seen = 0
         while not self.socket.closed and self.monitor.poll(0):
-            seen |= parse_monitor_message(self.monitor.recv_multipart())["event"]
+            self._seen |= parse_monitor_message(self.monitor.recv_multipart())["event"]
         place = f"engine {self.host}:{self.port}"
-        if seen & HANDSHAKE_FAILED:
+        if self._seen & HANDSHAKE_FAILED:
             return f"{place} has other CURVE keys, or none; give all engines one KVX_CURVE_DIR"
-        if seen & zmq.EVENT_DISCONNECTED:
+        if self._seen & zmq.EVENT_DISCONNECTED:
             return f"{place} closed its side channel; is it still running?"
-        return f"{place} cannot be connected to; is it still running?" if seen else ""
+        return f"{place} cannot be connected to; is it still running?" if self._seen else ""
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -229,7 +228,9 @@ class Link:
         try:
             self.socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
-            raise Crowded(f"the side channel of {self.host}:{self.port} takes no more messages") from None
+            # A refused connection takes nothing either. That is no crowd: it ends as what was said a moment earlier.
+            if not (self._seen or self.monitor.poll(0)):
+                raise Crowded(f"the side channel of {self.host}:{self.port} takes no more messages") from None
         return nonce
 
 

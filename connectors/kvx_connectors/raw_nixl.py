@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ class RawNixl:
     }
 
     def __init__(self) -> None:
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")  # as the connector: both ends are on this host
         self._agent: Any = nixl_agent(f"raw-{uuid4().hex[:8]}", nixl_agent_config(False, backends=["UCX"]))
         self._registered: Any = None
         self._peer = ""

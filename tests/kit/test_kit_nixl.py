@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.transfer, pytest.mark.slow]
 class TestNixl(ConnectorTests):
     """As it is used within one host."""
 
-    environ: ClassVar = {"UCX_TLS": "tcp,self,cma", "NIXL_LOG_LEVEL": "WARN"}
+    environ: ClassVar = {"UCX_TLS": "tcp,self,cma", "UCX_NET_DEVICES": "lo", "NIXL_LOG_LEVEL": "WARN"}
 
     def make_connector(self) -> Connector:
         return NixlConnector()
@@ -26,7 +26,7 @@ class TestNixl(ConnectorTests):
 class TestNixlOverTCP(TestNixl):
     """Bytes move with the peer's help here, so that a stopped one stops a transfer half way."""
 
-    environ: ClassVar = {"UCX_TLS": "tcp,self", "NIXL_LOG_LEVEL": "WARN"}
+    environ: ClassVar = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "NIXL_LOG_LEVEL": "WARN"}
 
 
 class TestNixlFaults(FaultTests):

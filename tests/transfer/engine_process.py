@@ -167,6 +167,22 @@ class Engine:
     def wake(self) -> None:
         self.cache.wake()
 
+    def num_parked(self, request_id: str) -> int:
+        """Claims that wait here for this request's hold."""
+        return sum(parked.claim.request_id == request_id for parked in list(self.worker._holder._table._parked))
+
+    def await_digests(self) -> None:
+        """All that have been asked for have been taken."""
+        digesting = self.worker._side._digester
+        assert digesting is not None
+        digesting.submit(int).result(60)
+
+    def await_reuse(self, seconds: float) -> None:
+        """How long blocks that are freed early (`stale`) wait for the engine to use them again."""
+        import kvx.inject as inject
+
+        inject.STALE_WAIT_S = seconds
+
     def delay_digests(self, seconds: float) -> None:
         """As if there were much to digest before what is held next. Some have been taken already."""
         digesting = self.worker._side._digester

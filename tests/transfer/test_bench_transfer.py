@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from test_side_channel import listening_addresses
 from typer.testing import CliRunner
 
+from kvx.bench_process import Process
+from kvx.bench_transfer import CONNECTOR, RAW, TransferSettings, _Owner
 from kvx.cli.app import app
 
 pytestmark = pytest.mark.transfer
@@ -32,6 +35,21 @@ def test_the_report_has_every_case_beside_every_side(
     for row in rows:
         assert set(row["ratio"]) == sides
         assert row["ratio"]["memcpy"]["median"] > 0 < row["single_transfer_s"]["median"]
+
+
+@pytest.mark.parametrize("side", [CONNECTOR, RAW])
+def test_nixl_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+    """Both ends are on this host: an interface that goes, as a container's, takes nothing with it."""
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    settings = TransferSettings(connector="nixl", total_bytes=1 << 20)
+    owner = Process(_Owner, side, settings, environment={"UCX_TLS": "tcp,self"})
+    try:
+        pid = owner._process.pid
+        assert pid is not None
+        addresses = listening_addresses(pid)
+    finally:
+        owner.stop()
+    assert {address.split(":")[0] for address in addresses} == {"0100007F"}
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:

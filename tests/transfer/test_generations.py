@@ -12,7 +12,7 @@ from test_leases import BIG
 
 pytestmark = pytest.mark.transfer
 
-SETTINGS = {"transfer_deadline_s": 5.0, "lease_s": 4.0, "grace_s": 1.0}
+SETTINGS = {"transfer_deadline_s": 30.0, "lease_s": 20.0, "grace_s": 1.0}
 BLOCKS = list(range(1500))
 
 
@@ -32,7 +32,7 @@ def begin(owner: Remote, reader: Remote, value: int) -> str:
         time.sleep(0.02 / (attempt + 1))
         if not any(reader.events(0.0).values()):
             return name
-        assert owner.events(5)["released"] == {name}
+        assert owner.events(20)["released"] == {name}
     pytest.fail("every transfer ended at once")
 
 
@@ -40,7 +40,7 @@ def ended(owner: Remote, name: str) -> None:
     """The hold ends, once, as well as one that nobody reads."""
     seen: list[str] = []
     while len(seen) < 2:
-        events = owner.events(8)
+        events = owner.events(40)
         assert any(events.values()), f"only {seen} ended"
         seen += [*events["released"], *events["expired"]]
     assert sorted(seen) == sorted([name, "unread"])
@@ -48,7 +48,7 @@ def ended(owner: Remote, name: str) -> None:
 
 def right_or_failed(reader: Remote, name: str, value: int) -> str:
     """The end of the pull, which comes once: its cause, or nothing where all of the content arrived."""
-    events = reader.events(15)
+    events = reader.events(40)
     if events["received"]:
         assert events["received"] == {name}
         assert not events["failed"]
@@ -78,7 +78,7 @@ def test_the_owner_changes(start_engines: StartEngines, connector: str, what: st
     assert right_or_failed(reader, name, 3) in {"", "stale_generation"}
     ended(owner, name)
     pull(reader, owner, "unread", [[1]], 0, 16)
-    assert reader.events(5)["causes"] == {"unread": "stale_generation"}
+    assert reader.events(20)["causes"] == {"unread": "stale_generation"}
     after(owner, reader)
 
 
@@ -90,7 +90,7 @@ def test_the_reader_changes(start_engines: StartEngines, connector: str, what: s
     hand_off(owner, reader, 40, 1)
     name = begin(owner, reader, 3)
     reader.sleep() if what == "sleep" else reader.extend(1900)
-    events = reader.events(15)
+    events = reader.events(40)
     if events["received"]:
         assert what == "sleep" or reader.is_all(3, BLOCKS)
     else:
@@ -98,7 +98,7 @@ def test_the_reader_changes(start_engines: StartEngines, connector: str, what: s
     if what == "sleep":
         reader.wake()
         assert reader.is_all(0, BLOCKS), "nothing landed in what was mapped again"
-    assert owner.events(5)["released"] == {name}
+    assert owner.events(20)["released"] == {name}
     after(owner, reader)
 
 
@@ -116,7 +116,7 @@ def test_the_owner_is_restarted_under_its_name_and_address(start_engines: StartE
     again.hold("r", [BLOCKS], 24000)
     pull(reader, again, "r", [BLOCKS], 0, 24000)
     assert right_or_failed(reader, "r", 5) == ""
-    assert again.events(5)["released"] == {"r"}
+    assert again.events(20)["released"] == {"r"}
     after(again, reader)
 
 

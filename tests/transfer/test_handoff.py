@@ -8,11 +8,12 @@ import time
 from typing import Any
 
 import pytest
+from doctor_helpers import unused_port
 from engine_process import EngineConfig, Remote, StartEngines
 
 from kvx.errors import EngineError
 from kvx.ranks import heads_of_rank, shares
-from kvx.servers import free_ports, require_free_port
+from kvx.servers import require_free_port
 
 pytestmark = pytest.mark.transfer
 
@@ -51,12 +52,21 @@ def hand_off(owner: Remote, reader: Remote, num_tokens: int, seed: int, first_to
     before = reader.read([ours], 0, first_token)
     ticket = owner.ticket(request, num_tokens)
     pull(reader, owner, request, [wanted], first_token, num_tokens - first_token, ticket)
-    assert reader.events(20)["received"] == {request}
+    events = reader.events(20)
+    assert events["received"] == {request}, events
     assert reader.read([ours], first_token, num_tokens - first_token) == owner.read(
         [theirs], first_token, num_tokens - first_token
     )
     assert reader.read([ours], 0, first_token) == before, "what the reader had already was overwritten"
     assert owner.events(20)["released"] == {request}
+
+
+def await_parked(owner: Remote, request_id: str, count: int = 1) -> None:
+    """So many claims of this request wait for its hold there."""
+    give_up = time.monotonic() + 20
+    while owner.num_parked(request_id) < count:
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
 
 
 PAIRS = {
@@ -104,14 +114,14 @@ def test_a_sample_is_bounded_and_finds_what_changed_under_a_hold(start_engines: 
 
     owner.fill([[1, 2, 3]], 48, 5)
     owner.hold("r", [[1, 2, 3]], 48)
-    owner.events(0.5)  # its digests have been taken
+    owner.await_digests()
     owner.fill([[3]], 16, 6)
     pull(reader, owner, "r", [[7, 8]], 0, 48)
     events = reader.events(20)
     assert events["causes"] == {"r": "digest_mismatch"}
     assert "in layer group full, first at position 32" in events["failed"]["r"]
     assert reader.status()["transfer"]["failures"] == {"digest_mismatch": 1}
-    assert owner.events(5)["released"] == {"r"}
+    assert owner.events(20)["released"] == {"r"}
     hand_off(owner, reader, 100, 3)
 
 
@@ -129,7 +139,7 @@ def test_groups_with_absent_blocks_move_what_is_wanted(start_engines: StartEngin
     assert reader.read([wanted[0]], 0, 60) == owner.read([held[0]], 0, 60)
     tail_ours, tail_theirs = (reader.read(wanted, 32, 28), owner.read(held, 32, 28))
     assert tail_ours == tail_theirs
-    assert owner.events(5)["released"] == {"r"}
+    assert owner.events(20)["released"] == {"r"}
     pull(reader, owner, "r", [[9, 8, 7, 6], [-1, 49, 50, 51]], 0, 60)
     assert "was released" in reader.events(20)["failed"]["r"]
 
@@ -160,7 +170,7 @@ def test_a_rank_reads_its_heads_from_an_owner_of_all(start_engines: StartEngines
 def two_free_ports() -> int:
     """The first of two that follow one another, as an engine's ranks have them."""
     while True:
-        (port,) = free_ports(1)
+        port = unused_port()
         with contextlib.suppress(EngineError):
             require_free_port("127.0.0.1", port + 1)
             return port
@@ -227,17 +237,17 @@ def test_several_pulls_of_one_hold_all_read_it(start_engines: StartEngines) -> N
             request_id=name, remote_request_id="r", remote_engine_id="prefill", host="127.0.0.1", port=owner.port,
             blocks=[[first, first + 1, first + 2]], first_token=0, num_tokens=48,
         )  # fmt: skip
-    time.sleep(0.3)
+    await_parked(owner, "r", len(pulls))
     owner.hold("r", [[1, 2, 3]], 48)
     ended: dict[str, set[str]] = {"a": set(), "b": set()}
     while sum(map(len, ended.values())) < 6:
         for engine in (reader, second):
-            events = engine.events(5)
+            events = engine.events(20)
             assert not events["failed"], events
             ended[engine.config.engine_id] |= events["received"]
     for engine, _, first in pulls:
         assert engine.read([[first, first + 1, first + 2]], 0, 48) == owner.read([[1, 2, 3]], 0, 48)
-    assert owner.events(5)["released"] == {"r"}
+    assert owner.events(20)["released"] == {"r"}
     assert owner.status()["handoff"] == {"holds": 0, "released": 1, "expired": 0, "renewed": 0}
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 from engine_process import EngineConfig, Remote, StartEngines
-from test_handoff import VERIFY, hand_off, pull
+from test_handoff import VERIFY, await_parked, hand_off, pull
 
 pytestmark = pytest.mark.transfer
 
@@ -41,7 +40,7 @@ def test_flip_byte(start_engines: StartEngines) -> None:
         "mismatched": 1,
         "mismatches": 0,
     }
-    assert owner.events(5)["released"] == {"r"}
+    assert owner.events(20)["released"] == {"r"}
     hand_off(owner, reader, 100, 3)
 
 
@@ -50,10 +49,10 @@ def test_what_differs_is_used_where_that_is_asked_for(start_engines: StartEngine
     owner.fill([[4, 2, 6]], 40, 1)
     owner.hold("r", [[4, 2, 6]], 40)
     pull(reader, owner, "r", [[-1, 7]], 32, 8)
-    assert reader.events(10)["received"] == {"r"}
+    assert reader.events(20)["received"] == {"r"}
     digests = reader.status()["digests"]
     assert (digests["checked"], digests["mismatched"]) == (16, 1)
-    assert owner.events(5)["released"] == {"r"}
+    assert owner.events(20)["released"] == {"r"}
 
 
 @pytest.mark.parametrize("num_tokens", [16, 100])
@@ -64,19 +63,21 @@ def test_swap_blocks(start_engines: StartEngines, num_tokens: int) -> None:
     owner.hold("r", [blocks], num_tokens)
     pull(reader, owner, "r", [[5, 2, 8, 40]], 0, num_tokens)
     assert found(reader, "r") == {"request": "r", "layer_group": "full", "position": 0}
-    assert owner.events(5)["released"] == {"r"}
+    assert owner.events(20)["released"] == {"r"}
     hand_off(owner, reader, 100, 3)
 
 
 @pytest.mark.parametrize("is_reused_by_the_engine", [True, False])
 def test_stale(start_engines: StartEngines, is_reused_by_the_engine: bool) -> None:
     owner, reader = pair(start_engines, {"inject": "stale"}, {})
+    if is_reused_by_the_engine:
+        owner.await_reuse(60.0)
     owner.fill([[4, 2, 6]], 40, 1)
     owner.hold("r", [[4, 2, 6]], 40)
-    assert owner.events(5)["released"] == {"r"}, "freed before it was read"
+    assert owner.events(20)["released"] == {"r"}, "freed before it was read"
     pull(reader, owner, "r", [[8, 7]], 0, 40)
     if is_reused_by_the_engine:
-        time.sleep(0.2)
+        await_parked(owner, "r")
         owner.fill([[30, 2]], 32, 2)
         owner.hold("next", [[30, 2]], 32)
     position = found(reader, "r")

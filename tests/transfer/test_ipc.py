@@ -44,7 +44,7 @@ def pair(start_engines: StartEngines) -> tuple[Remote, Remote]:
     return ours, theirs
 
 
-def until(holds: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+def until(holds: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     """A process drops a mapping on a thread of its own; nothing tells us when."""
     deadline = time.monotonic() + timeout_s
     while not holds() and time.monotonic() < deadline:

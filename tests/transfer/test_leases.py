@@ -36,9 +36,9 @@ def test_a_request_that_waits_longer_than_its_lease_is_still_handed_off(start_en
     assert not any(owner.events(2.5).values()), "more than three leases"
     assert owner.status()["handoff"]["renewed"] >= 6
     pull(reader, owner, "waits", [[3, 4]], 0, 32)
-    assert reader.events(5)["received"] == {"waits"}
+    assert reader.events(20)["received"] == {"waits"}
     assert reader.read([[3, 4]], 0, 32) == owner.read([[1, 2]], 0, 32)
-    assert owner.events(5)["released"] == {"waits"}
+    assert owner.events(20)["released"] == {"waits"}
     renewed = owner.status()["handoff"]["renewed"]
     assert not any(owner.events(1.0).values())
     assert owner.status()["handoff"]["renewed"] == renewed, "nothing is renewed any more"
@@ -48,11 +48,11 @@ def test_a_hold_is_renewed_for_its_longest_time_only(start_engines: StartEngines
     owner, reader = start_engines(
         EngineConfig("prefill", settings={**SHORT, "max_hold_s": 2.0}), EngineConfig("decode", settings=SHORT)
     )
-    owner.hold("r", [[1]], 16)
     began = time.monotonic()
+    owner.hold("r", [[1]], 16)
     keep(reader, owner, "r")
-    assert owner.events(5)["expired"] == {"r"}
-    assert 1.9 < time.monotonic() - began < 2.6
+    assert owner.events(20)["expired"] == {"r"}
+    assert 2.0 <= time.monotonic() - began < 3.0
 
 
 def test_a_reader_that_waits_and_dies_leaves_the_hold_to_its_lease(start_engines: StartEngines) -> None:
@@ -62,8 +62,8 @@ def test_a_reader_that_waits_and_dies_leaves_the_hold_to_its_lease(start_engines
     assert not any(owner.events(2.0).values())
     reader.stop()
     began = time.monotonic()
-    assert owner.events(5)["expired"] == {"r"}
-    assert time.monotonic() - began < 1.3
+    assert owner.events(20)["expired"] == {"r"}
+    assert time.monotonic() - began < 2 * SHORT["lease_s"]
 
 
 def test_a_waiting_request_that_is_given_up_frees_the_blocks_at_once(start_engines: StartEngines) -> None:
@@ -71,7 +71,7 @@ def test_a_waiting_request_that_is_given_up_frees_the_blocks_at_once(start_engin
     owner.hold("r", [[1]], 16, 20.0)
     keep(reader, owner, "r")
     pull(reader, owner, "r", [[1]], 0, 0)
-    assert owner.events(1.0)["released"] == {"r"}
+    assert owner.events(10)["released"] == {"r"}, "long before its lease ends"
 
 
 def test_what_is_digested_for_longer_than_a_lease_keeps_it(start_engines: StartEngines) -> None:
@@ -87,7 +87,7 @@ def test_what_is_digested_for_longer_than_a_lease_keeps_it(start_engines: StartE
     assert events["received"] == {"r"}, events
     assert time.monotonic() - began > 1.3, "it took longer than lease and grace, or it shows nothing"
     assert owner.status()["handoff"]["renewed"] > 1
-    assert owner.events(5)["released"] == {"r"}
+    assert owner.events(20)["released"] == {"r"}
 
 
 @pytest.mark.parametrize("connector", ["nixl", "ipc", "mooncake"])
@@ -100,18 +100,19 @@ def test_a_reader_that_was_stopped_does_not_use_blocks_that_were_reused(
     hand_off(owner, reader, 40, 1)
     blocks = [list(range(1500))]
     for attempt in range(8):
-        name = f"r{attempt}"
-        owner.fill_all(1)
+        name, content = f"r{attempt}", attempt + 1
+        owner.fill_all(content)
         owner.hold(name, blocks, 24000)
         pull(reader, owner, name, blocks, 0, 24000)
         time.sleep(0.02 / (attempt + 1))
         reader.signal(signal.SIGSTOP)
-        ended = owner.events(5)
-        owner.fill_all(2)
+        ended = owner.events(20)
+        owner.fill_all(100)
         reader.signal(signal.SIGCONT)
         events = reader.events(20)
-        if ended["released"] == {name}:  # stopped too late: it had told the owner already
+        if events["received"]:  # stopped too late: it had all, and had told the owner or was about to
             assert events["received"] == {name}
+            assert reader.is_all(content, blocks[0])
             continue
         assert ended["expired"] == {name}
         assert events["causes"] == {name: "lease_expired"}, events
@@ -135,7 +136,7 @@ def test_sleep_with_holds_ends_within_lease_and_grace(start_engines: StartEngine
     reader.signal(signal.SIGSTOP)
     began = time.monotonic()
     owner.sleep()
-    assert time.monotonic() - began < SHORT["lease_s"] + SHORT["grace_s"] + 1.5
+    assert time.monotonic() - began < SHORT["lease_s"] + SHORT["grace_s"] + 5
     events = owner.events(1)
     assert events["expired"] | events["released"] == {"read", "unread"}
     owner.wake()

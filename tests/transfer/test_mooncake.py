@@ -59,7 +59,7 @@ def forged(metadata: bytes, **library: object) -> bytes:
 
 
 def await_that(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -142,7 +142,7 @@ def test_a_stopped_peer_times_out_and_nothing_lands_afterwards(start_engines: St
     ours.submit("read", MIBS, MIBS, MIB, 0.5)
     state, kind, text, reported = ours.finish(10)
     assert (state, kind, reported) == ("failed", "TransferTimeout", 1), text
-    assert 0.5 <= time.monotonic() - began < 3
+    assert 0.5 <= time.monotonic() - began < 8
     ours.poke(0, SEGMENT, 2)
     theirs.signal(signal.SIGCONT)
     require_untouched(ours, SEGMENT, 2)
@@ -165,7 +165,7 @@ def test_a_peer_that_is_stopped_from_the_start_holds_nobody_up(pair: tuple[Remot
     ours.cancel_transfer()
     assert ours.finish(10)[:2] == ("cancelled", "TransferError")
     ours.close_connector()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
@@ -198,8 +198,10 @@ def test_nothing_is_written_into_an_owner_that_has_closed(pair: tuple[Remote, Re
     ours, theirs = pair
     ours.poke(0, SEGMENT, 3)
     assert moved(ours, "write", [0], [0], 64)[0] == "done"
+    theirs.signal(signal.SIGSTOP)  # so that most of it has not left us when we are stopped
     assert ours.submit("write", MIBS * 8, MIBS * 8, MIB, 20.0) == "pending"
     ours.signal(signal.SIGSTOP)
+    theirs.signal(signal.SIGCONT)
     theirs.close_connector()
     theirs.poke(0, SEGMENT, 2)
     ours.signal(signal.SIGCONT)

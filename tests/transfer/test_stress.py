@@ -12,7 +12,7 @@ from test_handoff import pull
 
 pytestmark = pytest.mark.transfer
 
-SETTINGS = {"verify": "all", "transfer_deadline_s": 4.0, "lease_s": 10.0, "grace_s": 0.5}
+SETTINGS = {"verify": "all", "transfer_deadline_s": 10.0, "lease_s": 10.0, "grace_s": 0.5}
 
 
 def test_every_hold_and_every_pull_ends_exactly_once(start_engines: StartEngines) -> None:

@@ -21,10 +21,10 @@ def handler() -> object:
 def test_the_first_interrupt_is_noted_and_the_second_one_raised() -> None:
     is_over = doctor._interrupted()
     os.kill(os.getpid(), signal.SIGINT)
-    assert is_over.wait(5)
+    assert is_over.wait(20)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
-        threading.Event().wait(5)
+        threading.Event().wait(20)
 
 
 def test_a_library_that_does_not_end_is_left(

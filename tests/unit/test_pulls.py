@@ -258,9 +258,9 @@ def test_nothing_to_move_is_received_at_once() -> None:
 
 
 def test_deadlines_of_words_are_kept_here() -> None:
-    pair = Pair()
+    pair, began = Pair(), time.monotonic()
     pair.start()
-    pair.puller.tick(time.monotonic() + 4.9)
+    pair.puller.tick(began + 4.9)
     assert pair.events() == HandoffEvents()
     pair.puller.tick(time.monotonic() + 5.1)
     assert "no answer to greet from engine 10.0.0.1:1 within 5 s" in pair.failure()

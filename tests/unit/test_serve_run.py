@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from kvx.serve.deployment import STOP_ORDER, Deployment, Member
 from kvx.serve.options import ServeOptions
 from kvx.serve.router import RouterSettings
 from kvx.serve.run import Instance, serve
-from kvx.servers import free_ports
+from kvx.servers import Server, free_ports
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 NAMES = ("prefill-0", "decode-0", "router")
@@ -46,7 +45,7 @@ class FakeRouter(RouterSettings):
 @pytest.fixture(autouse=True)
 def short_stop(monkeypatch):
     monkeypatch.setattr("kvx.servers.STOP_DEADLINE_S", 0.2)
-    monkeypatch.setattr("kvx.processes.CHILDREN_DEADLINE_S", 0.1)
+    monkeypatch.setattr("kvx.processes.CHILDREN_DEADLINE_S", 20.0)  # what is killed needs no time, but a processor
 
 
 def deployment(prefill="good", decode="good", router="good"):
@@ -134,29 +133,21 @@ def test_sigterm_is_a_good_end_too(tmp_path):
     assert run(tmp_path, deployment(), view) == 0
 
 
-def test_servers_end_in_order_router_decode_prefill(tmp_path):
+def test_servers_end_in_order_router_decode_prefill(tmp_path, monkeypatch):
     """Each of them is asked to end only when the one before is gone."""
-    ended, watchers = {}, []
+    alive_when_asked, terminate, view = {}, Server.terminate, Recorder({"ready": interrupt})
 
-    def watch(one_view):
-        processes = {one.name: psutil.Process(one.server.pid) for one in one_view.instances}
+    def ask(server):
+        (name,) = [one.name for one in view.instances if one.server is server]
+        alive_when_asked.setdefault(name, {one.name for one in view.instances if is_alive(one.server.pid)})
+        terminate(server)
 
-        def look():
-            while processes:
-                for name in [n for n, p in processes.items() if not is_alive(p.pid)]:
-                    ended[name] = set(processes) - {name}
-                    del processes[name]
-                time.sleep(0.01)
-
-        watchers.append(threading.Thread(target=look, daemon=True))
-        watchers[0].start()
-        interrupt(None)
-
-    view = Recorder()
-    view._at["ready"] = lambda _: watch(view)
+    monkeypatch.setattr(Server, "terminate", ask)
     assert run(tmp_path, deployment(), view) == 0
-    watchers[0].join(10)
-    assert ended == {"router": {"prefill-0", "decode-0"}, "decode-0": {"prefill-0"}, "prefill-0": set()}
+    assert list(alive_when_asked.items()) == [
+        ("router", {"router", "decode-0", "prefill-0"}), ("decode-0", {"decode-0", "prefill-0"}),
+        ("prefill-0", {"prefill-0"}),
+    ]  # fmt: skip
 
 
 def test_without_a_router_all_urls_are_named(tmp_path):
@@ -202,7 +193,13 @@ def test_a_start_that_fails_says_why_and_ends_the_others(tmp_path):
 
 
 def test_a_start_that_takes_too_long_says_what_was_found(tmp_path):
-    view = Recorder()
+    def await_its_word(one):
+        end_s = time.monotonic() + 30
+        while one.log.read_text() != "starting\n":
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+
+    view = Recorder({("prefill-0", "starting"): await_its_word})
     assert run(tmp_path, deployment(prefill="mute"), view, start_timeout=0.5) == 1
     (alarm,) = [text for text, alarm in view.said if alarm]
     assert "the prefill-0 engine was not ready after" in alarm
@@ -220,13 +217,18 @@ def test_a_second_interrupt_kills_at_once(tmp_path):
         class View(t.Recorder):
             def say(self, text, *, alarm=False):
                 print(text.split(":")[0], flush=True)
+        terminate = servers.Server.terminate
+        def asked(server):
+            terminate(server)
+            print("asked", flush=True)
+        servers.Server.terminate = asked
         sys.exit(t.serve(t.ServeOptions(logs={str(tmp_path)!r}), t.deployment(*["stubborn"] * 3), View()))
     """
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE) as running:
         assert running.stdout.readline() == b"ready\n"
         running.send_signal(signal.SIGINT)
         assert running.stdout.readline() == b"stopping\n"
-        time.sleep(0.5)  # until it waits for the router
+        assert running.stdout.readline() == b"asked\n"
         running.send_signal(signal.SIGINT)
         assert running.wait(60) == 0
     for name in NAMES:

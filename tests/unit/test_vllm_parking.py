@@ -80,7 +80,7 @@ for number in range(300):
     writer.enqueue(number)
 time.sleep(0.7)
 writer.enqueue(300)
-parking.RECHECK_MS = 5000
+parking.RECHECK_MS = 20_000
 started = time.monotonic()
 for number in range(301, 311):
     time.sleep(0.05)  # nothing tells when the reader has got to its poll
@@ -99,4 +99,4 @@ def test_readers_of_vllms_queue_sleep_and_wake() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["arrived"] == list(range(311)), "messages in a row, whose notifications may get lost"
     assert found["busy_s"] < 0.35, "half of the wait, where spinning takes all of it"
-    assert found["paced_s"] < 5, "a reader was not woken, and looked again by itself"
+    assert found["paced_s"] < 20, "a reader was not woken, and looked again by itself"
