@@ -6,7 +6,7 @@ transport, bytes of a released or disconnected READ were seen to land in our mem
 end of a peer's moving agent ends its transfers, and touches neither other peers nor those that read from us.
 
 Few copies are given as descriptors, thousands as numbers of cells of the registered regions (`nixl_cells.py`), which
-takes NIXL half the time.
+takes NIXL half the time. Where the owner's UCX sends a READ in messages, it is made in pieces (`nixl_pieces.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import logging
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
@@ -30,6 +32,7 @@ from kvx.errors import ConnectorError, HandshakeError, TransferError
 from kvx.peer import Int64s, Peer
 from kvx.region import MemoryRegion
 from kvx_connectors.nixl_cells import LEAST_COPIES, CellList, cell_list, most_common
+from kvx_connectors.nixl_pieces import MESSAGE_BYTES, Pieces, pieces_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,12 @@ logger = logging.getLogger(__name__)
 DRAIN_S = 0.25
 # How often an agent is progressed before its end; some microseconds each.
 PURGE_STEPS = 100
+# Between two pieces both sides wait for each other. While a look found work, which takes a thread more than some
+# microseconds, they look again after the first of these, until it was idle for the second, or poll took the third.
+LOOK_AGAIN_S, IDLE_S, LONGEST_LOOK_S = 20e-6, 500e-6, 5e-3
+WORK_S = 20e-6
+# Over these alone, READs are sent by their owner's UCX.
+_READS_ARE_SENT = frozenset(["self", "tcp", "cuda_copy", "gdr_copy"])
 _MEMORY_TYPES = {"cpu": "DRAM", "cuda": "VRAM"}
 _NOT_RDMA = frozenset(
     ["self", "tcp", "sm", "shm", "cma", "posix", "sysv", "xpmem", "knem", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy"]
@@ -63,10 +72,14 @@ class _Agent:
 
 @dataclass(eq=False)
 class _Remote:
-    """A peer's own metadata, and the agent that moves bytes to and from it; None when that has ended."""
+    """A peer's own metadata, and the agent that moves bytes to and from it; None when that has ended.
+
+    `reads`: those in pieces, of which the first has one on its way.
+    """
 
     wire: NixlMetadata
     agent: _Agent | None
+    reads: deque[Transfer] = field(default_factory=deque)
 
 
 _DECODER = msgspec.msgpack.Decoder(NixlMetadata)
@@ -90,6 +103,7 @@ class NixlConnector(Connector):
         self._spare: _Agent | None = None  # for the next peer: starting one takes some 40 ms
         self._rows: list[tuple[int, int, int, str]] = []
         self._memory_type, self._device_id = "DRAM", 0
+        self._reads_in_pieces, self._last_work = False, 0.0
 
     def _open(self, regions: Sequence[MemoryRegion]) -> None:
         kind, _, index = regions[0].mapping.device.partition(":")
@@ -97,6 +111,9 @@ class NixlConnector(Connector):
             raise ConnectorError("one connector registers the memory of one device; use one rank for each device")
         self._memory_type, self._device_id = _MEMORY_TYPES[kind], int(index or 0)
         _leave_rdma_out()
+        self._reads_in_pieces = _has_only(_READS_ARE_SENT)
+        if self._reads_in_pieces:
+            _send_pieces_whole()
         if self.data_address and is_loopback(self.data_address):
             _listen_on_loopback()
         self._rows = [(region.address, region.nbytes, self._device_id, "") for region in regions]
@@ -141,6 +158,12 @@ class NixlConnector(Connector):
 
     def _submit(self, transfer: Transfer, copies: Copies, notify: bytes) -> None:
         remote = _remote_of(transfer)
+        if self._reads_in_pieces and transfer.op is Op.READ:
+            transfer.handle = Pieces(pieces_of(copies), notify)
+            remote.reads.append(transfer)
+            if remote.reads[0] is transfer:
+                self._move_on(remote)
+            return
         with _as_connector_error("prepare a transfer", TransferError):
             transfer.handle = self._prepare(_library_of(remote), remote.wire, transfer, copies, notify)
         self._follow(transfer, *_asked(lambda: _library_of(remote).transfer(transfer.handle)))
@@ -156,6 +179,17 @@ class NixlConnector(Connector):
         remote = library.get_xfer_descs(_rows(copies.remote, copies.length, wire.device_id), wire.memory_type)
         return library.initialize_xfer(transfer.op.name, local, remote, transfer.peer.name, notify)
 
+    def _state_of_piece(self, transfer: Transfer, pieces: Pieces) -> Any:
+        """Of the one on its way, or else of the next one, which is asked for."""
+        remote = _remote_of(transfer)
+        library = _library_of(remote)
+        if pieces.on_way is not None:
+            return library.check_xfer_state(pieces.on_way)
+        copies = pieces.rest.popleft()
+        notify = b"" if pieces.rest else pieces.notify
+        pieces.on_way = self._prepare(library, remote.wire, transfer, copies, notify)
+        return library.transfer(pieces.on_way)
+
     def _cell_lists(self, wire: NixlMetadata, peer: Peer, copies: Copies) -> tuple[CellList, CellList] | None:
         cell_bytes = most_common(copies.length)
         ours = cell_list(self._regions, copies.local, copies.length, cell_bytes, self._device_id)
@@ -163,17 +197,34 @@ class NixlConnector(Connector):
         return None if ours is None or theirs is None else (ours, theirs)
 
     def _progress(self) -> list[tuple[str, bytes]]:
+        begun, messages = time.monotonic(), self._look()
+        while self._reads_in_pieces and not self._finished and self._is_busy(begun):
+            time.sleep(LOOK_AGAIN_S)
+            messages += self._look()
+        return messages
+
+    def _is_busy(self, begun: float) -> bool:
+        now = time.monotonic()
+        return now < min(self._last_work + IDLE_S, begun + LONGEST_LOOK_S)
+
+    def _look(self) -> list[tuple[str, bytes]]:
         assert self._serving is not None, "an open connector serves"
+        worked_s = time.thread_time()
         with _as_connector_error("progress"):
             arrived = self._serving.library.get_new_notifs()
         for transfer in list(self._pending):
             if transfer.state is TransferState.PENDING:
                 self._look_at(transfer)
+        if time.thread_time() - worked_s > WORK_S:
+            self._last_work = time.monotonic()
         sender = "/moving"
         return [(name.removesuffix(sender), message) for name, messages in arrived.items() for message in messages]
 
     def _look_at(self, transfer: Transfer) -> None:
-        self._follow(transfer, *_asked(lambda: _library_of(_remote_of(transfer)).check_xfer_state(transfer.handle)))
+        if isinstance(transfer.handle, Pieces):
+            self._look_at_pieces(transfer)
+        else:
+            self._follow(transfer, *_asked(lambda: _library_of(_remote_of(transfer)).check_xfer_state(transfer.handle)))
         if transfer.state is TransferState.PENDING and transfer.stop_cause is not None:
             stop = max(transfer.stop_time, transfer.deadline) if transfer.cancelled else transfer.stop_time
             if time.monotonic() > stop + DRAIN_S:
@@ -190,6 +241,33 @@ class NixlConnector(Connector):
             if transfer not in self._pending:
                 self._pending.append(transfer)
             self._drain(transfer.peer, text)
+
+    def _look_at_pieces(self, transfer: Transfer) -> None:
+        remote = _remote_of(transfer)
+        if remote.reads[0] is transfer:
+            self._move_on(remote)
+        elif transfer.stop_cause is not None:
+            remote.reads.remove(transfer)
+            self._finish(transfer, TransferState.FAILED)
+
+    def _move_on(self, remote: _Remote) -> None:
+        """One piece at a time is on its way from a peer, of each READ in turn; one that is stopped asks for no more."""
+        while remote.reads:
+            transfer = remote.reads[0]
+            pieces = transfer.handle
+            assert isinstance(pieces, Pieces)
+            if pieces.on_way is not None or (pieces.rest and transfer.stop_cause is None):
+                state, error = _asked(partial(self._state_of_piece, transfer, pieces))
+                if state != "DONE":
+                    self._follow(transfer, state, error)
+                    return
+                _release(transfer, pieces.on_way)
+                pieces.on_way = None
+            if pieces.rest and transfer.stop_cause is None:
+                remote.reads.rotate(-1)
+            else:
+                remote.reads.popleft()
+                self._finish(transfer, TransferState.FAILED if pieces.rest else TransferState.DONE)
 
     def _cancel(self, transfer: Transfer) -> None:
         """Nothing to ask of NIXL: a release frees the handle and lets the bytes go on. `_look_at` drains."""
@@ -226,8 +304,11 @@ class NixlConnector(Connector):
         remote = peer.library
         assert isinstance(remote, _Remote)
         agent, remote.agent = remote.agent, None
+        remote.reads.clear()
         transfers = [transfer for transfer in self._pending if transfer.peer is peer]
         for transfer in transfers:
+            if isinstance(transfer.handle, Pieces):
+                transfer.handle.on_way = None
             transfer.handle = None  # released by its destructor, before the agent that it belongs to
         if agent is not None:
             _purge(agent.library)
@@ -250,10 +331,7 @@ class NixlConnector(Connector):
 
     def _end(self, transfer: Transfer, state: TransferState) -> None:
         handle, transfer.handle = transfer.handle, None
-        try:
-            _library_of(_remote_of(transfer)).release_xfer_handle(handle)
-        except Exception:  # noqa: BLE001  its destructor tries again; the agent keeps what it cannot free
-            pass
+        _release(transfer, handle)
         self._finish(transfer, state)
 
 
@@ -263,8 +341,18 @@ def _leave_rdma_out() -> None:
     They come with a libnl of their own; on a host that has another one (libibverbs1 brings it), the process ends with
     SIGSEGV at its exit (seen with the wheel of NIXL 1.5.1).
     """
-    if _NOT_RDMA.issuperset(os.environ.get("UCX_TLS", "all").split(",")):
+    if _has_only(_NOT_RDMA):
         os.environ.setdefault("UCX_MODULES", "^ib")
+
+
+def _has_only(transports: frozenset[str]) -> bool:
+    return transports.issuperset(os.environ.get("UCX_TLS", "all").split(","))
+
+
+def _send_pieces_whole() -> None:
+    """UCX would send a piece in messages of 8 KiB; after the first, the others may meet a connection that is gone."""
+    for name in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):
+        os.environ.setdefault(name, str(MESSAGE_BYTES))
 
 
 def _listen_on_loopback() -> None:
@@ -281,6 +369,13 @@ def _remote_of(transfer: Transfer) -> _Remote:
 def _library_of(remote: _Remote) -> Any:
     assert remote.agent is not None, "a connected peer has an agent"
     return remote.agent.library
+
+
+def _release(transfer: Transfer, handle: object) -> None:
+    try:
+        _library_of(_remote_of(transfer)).release_xfer_handle(handle)
+    except Exception:  # noqa: BLE001  its destructor tries again; the agent keeps what it cannot free
+        pass
 
 
 def _asked(call: Callable[[], Any]) -> tuple[str, str]:

@@ -21,6 +21,7 @@ PIECE_BYTES = 16 << 10
 """A hand-off of 8 blocks is read in six pieces: whatever happens after the first one meets the others."""
 _CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+_M_PERTURB = -6
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,14 @@ class FaultConfig(EngineConfig):
     """`shared_memory`: the folder to see as /dev/shm; `network`: the network namespace to live in.
 
     `offloads`: with a pool of blocks in host memory. `piece_bytes`: of a hand-off, read at once.
+    `has_used_memory`: what its libraries allocate is full of something, as in a process that has run for long.
     """
 
     shared_memory: str | None = None
     network: str | None = None
     offloads: bool = False
     piece_bytes: int = PIECE_BYTES
+    has_used_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class FaultEngine(Engine):
     """Runs in the child, as `Engine` does."""
 
     def __init__(self, config: FaultConfig) -> None:
+        if config.has_used_memory:
+            ctypes.CDLL(None).mallopt(_M_PERTURB, 0xA5)
         if config.shared_memory is not None:
             _see_as_shared_memory(config.shared_memory)
         if config.network is not None:
@@ -354,15 +359,21 @@ class FaultEngine(Engine):
 
 def _see_as_shared_memory(folder: str) -> None:
     """From here on this process's /dev/shm is that folder: whoever ends it can see what it left there."""
-    _call("unshare", _CLONE_NEWNS)
-    _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+    _mount_apart()
     _call("mount", folder.encode(), b"/dev/shm", None, _MS_BIND, None)
 
 
 def _enter(network: str) -> None:
     with open(f"/run/netns/{network}") as file:
         _call("setns", file.fileno(), _CLONE_NEWNET)
+    _mount_apart()
     _call("mount", b"kvx", b"/sys", b"sysfs", 0, None)  # libraries look there for the interfaces that they may use
+
+
+def _mount_apart() -> None:
+    """What is mounted from here on, this process alone sees."""
+    _call("unshare", _CLONE_NEWNS)
+    _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
 
 
 def _call(name: str, *arguments: Any) -> None:

@@ -1,8 +1,12 @@
-"""The NIXL connector's agents, with NIXL played by the test: what a drain ends, what it leaves, and when it fails."""
+"""The NIXL connector's agents, with NIXL played by the test: what a drain ends, what it leaves, and when it fails.
+
+And READs in pieces: what is on its way at any time.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
 import time
 import weakref
 from typing import Any
@@ -16,11 +20,16 @@ from kvx.connector import ConnectorState, Op, TransferState  # noqa: E402
 from kvx.errors import ConnectorError, ConnectorStateError, TransferTimeout  # noqa: E402
 
 
+class Handle:
+    """Of a transfer, as NIXL's: a weak reference sees its end."""
+
+
 class FakeAgent:
     """Transfers never end by themselves."""
 
     started: list[str] = []  # noqa: RUF012  reset by the fixture, as the others are
     answers: dict[str, object] = {}  # noqa: RUF012
+    asked_for: list[tuple[int, object]] = []  # noqa: RUF012
     alive: Any = None
     fails_to_start = False
 
@@ -52,8 +61,9 @@ class FakeAgent:
     def get_xfer_descs(self, rows: Any, kind: str) -> Any:
         return rows
 
-    def initialize_xfer(self, *arguments: object) -> object:
-        return object()
+    def initialize_xfer(self, op: str, local: Any, remote: Any, name: str, notify: object) -> object:
+        FakeAgent.asked_for.append((int(local[0][0]) - BASE, notify))
+        return Handle()
 
     def transfer(self, handle: object) -> str:
         return self._answer("transfer")
@@ -81,6 +91,7 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(nixl, "DRAIN_S", 0.0)
     monkeypatch.setattr(FakeAgent, "started", [])
     monkeypatch.setattr(FakeAgent, "answers", {})
+    monkeypatch.setattr(FakeAgent, "asked_for", [])
     monkeypatch.setattr(FakeAgent, "alive", weakref.WeakSet())
     monkeypatch.setattr(FakeAgent, "fails_to_start", False)
     made = nixl.NixlConnector("ours")
@@ -172,3 +183,92 @@ def test_no_agent_outlives_its_use(connector: Any) -> None:
     assert [agent.name for agent in FakeAgent.alive if agent.name.startswith("ours")].count("ours/moving") == 1
     connector.close()
     assert not [agent.name for agent in FakeAgent.alive if agent.name.startswith("ours")]
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch, connector: Any) -> Any:
+    """The same connector, over plain TCP: a copy of more than 100 bytes is several pieces."""
+    monkeypatch.setattr("kvx_connectors.nixl_pieces.PIECE_BYTES", 100)
+    monkeypatch.setattr("kvx_connectors.nixl_pieces.SMALL_BYTES", 10)
+    connector.close()
+    monkeypatch.setattr(os, "environ", {"UCX_TLS": "tcp,self"})
+    connector.open([region(0, 1000)], 2)
+    return connector
+
+
+def test_of_all_reads_with_a_peer_one_piece_is_on_its_way(in_pieces: Any) -> None:
+    peer, other = peer_of(in_pieces, "theirs"), peer_of(in_pieces, "other")
+    long = in_pieces.submit(Op.READ, peer, runs((0, 0, 250)), deadline_s=30.0)
+    short = in_pieces.submit(Op.READ, peer, runs((0, 500, 100)), deadline_s=30.0)
+    beside = in_pieces.submit(Op.READ, other, runs((0, 800, 100)), deadline_s=30.0)
+    assert in_pieces.poll().finished == ()
+    assert [start for start, _ in FakeAgent.asked_for] == [0, 800], "one of each peer"
+    FakeAgent.answers["check"] = "DONE"
+    ended = []
+    while long.state is TransferState.PENDING:
+        ended += in_pieces.poll().finished
+    assert [start for start, _ in FakeAgent.asked_for] == [0, 800, 500, 100, 200], "in turn"
+    assert set(ended) == {beside, short, long}
+    assert {each.state for each in ended} == {TransferState.DONE}
+
+
+def test_who_is_told_is_told_with_the_last_piece(in_pieces: Any) -> None:
+    peer = peer_of(in_pieces, "theirs")
+    FakeAgent.answers = {"transfer": "DONE"}
+    ended = in_pieces.submit(Op.READ, peer, runs((0, 0, 250)), deadline_s=30.0, notify=b"read")
+    assert in_pieces.poll().finished == (ended,)
+    assert FakeAgent.asked_for == [(0, b""), (100, b""), (200, b"read")]
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+def test_a_read_that_is_stopped_asks_for_no_other_piece(in_pieces: Any, monkeypatch: Any, how: str) -> None:
+    """It ends with the one that is on its way, and its peer's agent goes on."""
+    monkeypatch.setattr(nixl, "DRAIN_S", 30.0)
+    peer = peer_of(in_pieces, "theirs")
+    stopped = in_pieces.submit(Op.READ, peer, runs((0, 0, 250)), deadline_s=30.0 if how == "cancel" else -1.0)
+    waiting = in_pieces.submit(Op.READ, peer, runs((0, 500, 250)), deadline_s=30.0)
+    if how == "cancel":
+        in_pieces.cancel(stopped)
+    in_pieces.cancel(waiting)
+    assert in_pieces.poll().finished == (waiting,), "nothing of it was on its way"
+    FakeAgent.answers["check"] = "DONE"
+    assert in_pieces.poll().finished == (stopped,)
+    assert stopped.state is (TransferState.CANCELLED if how == "cancel" else TransferState.FAILED)
+    assert [start for start, _ in FakeAgent.asked_for] == [0]
+    assert in_pieces.submit(Op.READ, peer, runs((0, 0, 10)), deadline_s=30.0).state is TransferState.PENDING
+
+
+def test_a_piece_that_does_not_come_is_drained(in_pieces: Any) -> None:
+    peer = peer_of(in_pieces, "theirs")
+    late = in_pieces.submit(Op.READ, peer, runs((0, 0, 250)), deadline_s=-1.0)
+    behind = in_pieces.submit(Op.READ, peer, runs((0, 500, 10)), deadline_s=30.0)
+    agent, handle = weakref.ref(peer.library.agent.library), weakref.ref(late.handle.on_way)
+    assert set(in_pieces.poll().finished) == {late, behind}
+    assert agent() is None
+    assert handle() is None
+    assert isinstance(late.cause, TransferTimeout)
+    assert "another transfer with this peer" in str(behind.cause)
+    assert not peer.connected
+
+
+@pytest.mark.parametrize("answer", ["ERR", RuntimeError("NIXL_ERR_BACKEND")])
+def test_a_later_piece_that_nixl_gives_up_ends_the_read(in_pieces: Any, answer: object) -> None:
+    peer = peer_of(in_pieces, "theirs")
+    transfer = in_pieces.submit(Op.READ, peer, runs((0, 0, 250)), deadline_s=30.0)
+    FakeAgent.answers = {"check": "DONE", "transfer": answer}
+    assert in_pieces.poll().finished == (transfer,)
+    assert transfer.state is TransferState.FAILED
+    assert not peer.connected
+
+
+@pytest.mark.parametrize(("transports", "in_pieces"), [("tcp,self", True), ("tcp,self,cma", False), (None, False)])
+def test_messages_are_as_long_as_pieces_where_reads_are_sent(
+    monkeypatch: pytest.MonkeyPatch, connector: Any, transports: str | None, in_pieces: bool
+) -> None:
+    connector.close()
+    monkeypatch.setattr(os, "environ", {"UCX_TCP_RX_SEG_SIZE": "3m"} | ({"UCX_TLS": transports} if transports else {}))
+    connector.open([region(0, 1000)], 2)
+    assert os.environ.get("UCX_TCP_TX_SEG_SIZE") == (str(nixl.MESSAGE_BYTES) if in_pieces else None)
+    assert os.environ["UCX_TCP_RX_SEG_SIZE"] == "3m", "what is set stays"
+    connector.submit(Op.READ, peer_of(connector, "theirs"), runs((0, 0, 200)), deadline_s=30.0)
+    assert isinstance(connector._pending[0].handle, nixl.Pieces) is in_pieces
