@@ -52,24 +52,40 @@ def _sliding(vocabulary: int) -> Any:
 
 
 def _mla(vocabulary: int) -> Any:
-    """DeepSeek-V2-Lite's attention; all its layers dense."""
+    """DeepSeek-V2-Lite's attention and stretched positions; all its layers dense.
+
+    vLLM does not tie its output to the embeddings. Its rotary kernel for CPUs is wrong where query and key come with an
+    axis of heads, as here (`RotaryEmbedding.forward_cpu` in 0.32); stretched positions, as DeepSeek's, go without it.
+    """
     from transformers import DeepseekV2Config
 
     return DeepseekV2Config(
-        **_common(vocabulary), num_key_value_heads=HEADS, kv_lora_rank=LATENT_SIZE, q_lora_rank=None,
-        qk_nope_head_dim=NOPE_SIZE, qk_rope_head_dim=ROPE_SIZE, v_head_dim=NOPE_SIZE, head_dim=ROPE_SIZE,
+        **_common(vocabulary) | {"tie_word_embeddings": False}, num_key_value_heads=HEADS,
+        kv_lora_rank=LATENT_SIZE, q_lora_rank=None, qk_nope_head_dim=NOPE_SIZE,
+        qk_rope_head_dim=ROPE_SIZE, v_head_dim=NOPE_SIZE, head_dim=ROPE_SIZE,
         first_k_dense_replace=LAYERS, n_routed_experts=2, num_experts_per_tok=1, n_shared_experts=1,
-        moe_intermediate_size=HIDDEN, n_group=1, topk_group=1,
+        moe_intermediate_size=HIDDEN, n_group=1, topk_group=1, rope_parameters=_YARN,
     )  # fmt: skip
 
 
-def _hybrid(vocabulary: int) -> Any:
-    """LFM2: short convolutions, which keep a state, between attention."""
-    from transformers import Lfm2Config
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+}  # fmt: skip
 
-    return Lfm2Config(
-        **_common(vocabulary), num_key_value_heads=2, layer_types=["conv", "full_attention"] * (LAYERS // 2),
-        block_auto_adjust_ff_dim=False,
+
+def _hybrid(vocabulary: int) -> Any:
+    """Granite 4's: Mamba 2 layers, which keep a state, between attention without positions; no experts.
+
+    LFM2 would be smaller, but on a CPU vLLM turns its queries and keys wrongly, as those of `_mla` without stretching.
+    """
+    from transformers import GraniteMoeHybridConfig
+
+    return GraniteMoeHybridConfig(
+        **_common(vocabulary) | {"hidden_size": HEADS * HEAD_SIZE}, num_key_value_heads=2,
+        layer_types=["linear_attention", "full_attention"] * (LAYERS // 2), attention_multiplier=HEAD_SIZE**-0.5,
+        position_embedding_type=None, num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=2 * HIDDEN,
+        mamba_n_heads=HEADS, mamba_d_state=16, mamba_expand=1, mamba_chunk_size=64,
     )  # fmt: skip
 
 
