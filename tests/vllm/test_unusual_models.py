@@ -132,6 +132,17 @@ def test_of_a_sliding_window_its_tail_alone_is_held_and_moved(compared: Compared
     assert present[1] < moved("kvx_transfer_blocks_total") <= present[1] + window_blocks
 
 
+@pytest.mark.timeout(DEADLINE_S + 60)
+def test_a_model_that_keeps_a_state_is_refused_in_one_sentence(model: Path, tmp_path: Path) -> None:
+    """A stock server runs it. What its layers keep is no entry for each token, and must not include the last one."""
+    folder = make("hybrid", tmp_path / "models")
+    code, _, text = run_verify(tmp_path, "--model", str(folder), "--limit", "1", "--max-tokens", "4")
+    assert code == 1
+    said = "needs a growing KV cache: layers of this model keep a state (MAMBA2_ATTN), which kvx cannot hand off yet"
+    assert said in " ".join(text.split()), text
+    assert "Traceback" not in text
+
+
 @pytest.fixture(scope="module")
 def gemma(model: Path) -> Path:
     """A real model: in every six layers one of full attention, and five with a window of 512 tokens."""
