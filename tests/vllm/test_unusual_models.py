@@ -26,7 +26,7 @@ from ..models import ARGUMENTS, SLIDING_WINDOW_TOKENS, download_gemma, make
 from .conftest import RunningPair, start_pair
 from .test_verify import DEADLINE_S, run_verify
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.matrix]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(DEADLINE_S)]
 
 QUESTIONS = 16
 NEW_TOKENS = 16
@@ -132,7 +132,6 @@ def test_of_a_sliding_window_its_tail_alone_is_held_and_moved(compared: Compared
     assert present[1] < moved("kvx_transfer_blocks_total") <= present[1] + window_blocks
 
 
-@pytest.mark.timeout(DEADLINE_S + 60)
 def test_a_model_that_keeps_a_state_is_refused_in_one_sentence(model: Path, tmp_path: Path) -> None:
     """A stock server runs it. What its layers keep is no entry for each token, and must not include the last one."""
     folder = make("hybrid", tmp_path / "models")
