@@ -82,10 +82,10 @@ class Handoff(RuleBasedStateMachine):
             decode.pull(prefill, chosen, count - 1, gives_up=which == 7)
         elif what == "wait" and chosen is not None:
             decode.wait(prefill, chosen)
-        elif what == "drop" and chosen is not None and prefill.is_alive:
-            prefill.worker.drop(chosen.name)
-        elif what == "cancel" and decode.pulls and decode.is_alive:
-            decode.worker.cancel(list(decode.pulls)[which % len(decode.pulls)])
+        elif what == "drop" and chosen is not None:
+            prefill.drop(chosen.name)
+        elif what == "cancel" and decode.pulls:
+            decode.cancel(list(decode.pulls)[which % len(decode.pulls)])
         self.w.settle()
 
     @rule(what=st.sampled_from(["all", "all", "all", "one", "twice", "lose", "lose", "break"]), which=INDEX)
@@ -110,8 +110,7 @@ class Handoff(RuleBasedStateMachine):
     )
     def library_acts(self, what: str, which: int) -> None:
         """It copies a block, and says when it is done, drained or broken; a digest thread gets its turn."""
-        decode = self.w.decode
-        reads = decode.library.reads if decode.is_alive else []
+        reads = self.w.decode.reads
         if what == "all":  # the usual way, to the end
             for read in reads:
                 self.w.move(read, len(read.pieces))
