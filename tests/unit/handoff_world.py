@@ -411,7 +411,7 @@ class Engine(Scheduler):
         assert not events.released & events.expired
         for name in events.released | events.expired:
             assert name in self.holds, f"{name} was freed twice, or never held"
-            self._hold_ended(self.holds.pop(name))
+            self._hold_ended(self.holds.pop(name), name in events.released)
             self.num_freed += 1
         counted = self.worker._side.metrics
         assert counted.released + counted.expired == self.num_freed, "each hold is freed once"
@@ -425,7 +425,7 @@ class Engine(Scheduler):
             self.reasons |= {name: failure.text for name, failure in events.failed.items()}
             self.outcomes.append((name, events.failed[name].cause if name in events.failed else "received"))
 
-    def _hold_ended(self, held: Held) -> None:
+    def _hold_ended(self, held: Held, released: bool) -> None:
         self._let_go(held.blocks, held.name)
 
     def _pull_ended(self, pulled: Pulled, received: bool) -> None:
