@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -25,8 +25,10 @@ from kvx.engine_side import HandoffSettings, Pull, Waiting
 from kvx.geometry import GroupGeometry
 from kvx.handoff import HandoffWorker
 from kvx.peer import Peer
+from kvx.ranks import Share
 from kvx.secret import Secret
 
+# BLOCK_BYTES of each KV head.
 BLOCKS, BLOCK_BYTES, TOKENS, TOKEN_BYTES = 12, 512, 16, 32
 # A lease shorter than the deadlines: it is what ends things.
 LEASE_S, GRACE_S, LONGEST_S, DEADLINE_S, DRAIN_S = 4.0, 1.0, 15.0, 5.0, 4.0
@@ -76,6 +78,10 @@ class SimulatedLibrary(Connector):
             for start in range(0, int(length), TOKEN_BYTES * TOKENS)
         ]
         transfer.handle = Read(self.engine, owner, life, generation, pieces)
+        for _, destination in pieces:
+            known = self.engine.require_writable(destination).destinations
+            assert destination not in known, "each head is read once"
+            known.add(destination)
 
     def _progress(self) -> list[tuple[str, bytes]]:
         for transfer in list(self._pending):
@@ -126,7 +132,7 @@ class SimulatedWorker(HandoffWorker):
     """The real one, whose turns the world takes."""
 
     def __init__(self, engine: Engine, settings: HandoffSettings, secret: Secret | None) -> None:
-        info = msgspec.structs.replace(INFO, engine_id=engine.name, **engine.info)
+        info = msgspec.structs.replace(INFO, **{"engine_id": engine.name, **engine.info})
         super().__init__(settings, info, [engine.library], secret=secret, clock=engine.clock)
         self._network = engine.world.network
 
@@ -180,11 +186,69 @@ class Pulled:
     first_token: int
     num_tokens: int
     began: float
+    # Where the library was told to write: each place once.
+    destinations: set[int] = field(default_factory=set)
+
+
+class Scheduler:
+    """What an engine's scheduler does, whose allocator knows whose each block is. Who is one has a way to its ranks:
+    `hold`, `pull_from`, `wait`, `drop`, `cancel`, `ticket`, `overwrite`.
+    """
+
+    world: World
+    is_alive: bool
+    is_ready: bool
+    reads: list[Read]  # what its library moves
+    holds: dict[str, Held]
+    pulls: dict[str, Pulled]
+    free: list[int]
+    owner_of: dict[int, str]
+
+    def prefill(self, count: int) -> None:
+        if not self.is_ready or len(self.free) < count:
+            return
+        number = next(self.world.numbers)
+        held = Held(f"h{number}", number, self._allocate(count, f"h{number}"), count * TOKENS, self.world.now)
+        self.world.held[held.name] = held
+        self.world.tickets[held.name] = self.ticket(held.name, held.num_tokens)
+        self.hold(held)
+
+    def pull(self, owner: Scheduler, held: Held | None, first_block: int, gives_up: bool) -> None:
+        """Of a request that nobody holds, where there is none."""
+        number = next(self.world.numbers)
+        of = held.name if held is not None else f"h{number}"
+        count = len(held.blocks) if held is not None else 1
+        first_block = min(first_block, count - 1)
+        if not self.is_ready or len(self.free) < count:
+            return
+        if of not in self.world.tickets and owner.is_alive:
+            self.world.tickets[of] = owner.ticket(of, TOKENS)
+        pulled = Pulled(
+            f"p{number}", of, held.number if held is not None else -1,
+            [] if gives_up else self._allocate(count, f"p{number}"), first_block * TOKENS,
+            0 if gives_up else (count - first_block) * TOKENS, self.world.now,
+        )  # fmt: skip
+        self.pull_from(owner, pulled)
+
+    def _allocate(self, count: int, name: str) -> list[int]:
+        blocks = self.free[:count]
+        del self.free[:count]
+        for block in blocks:
+            assert block not in self.owner_of
+            self.owner_of[block] = name
+        return blocks
+
+    def _let_go(self, blocks: list[int], name: str) -> None:
+        """And the next one writes there at once."""
+        for block in blocks:
+            assert self.owner_of.pop(block) == name
+        self.overwrite(blocks)
+        self.free += blocks
 
 
 @dataclass(eq=False)
-class Engine:
-    """One engine over all its lives (a restart begins the next), and what its own allocator believes."""
+class Engine(Scheduler):
+    """One engine of one rank over all its lives (a restart begins the next)."""
 
     world: World
     name: str
@@ -218,23 +282,28 @@ class Engine:
     def clock(self) -> float:
         return self.world.now + self.clock_offset
 
+    @property
+    def block_bytes(self) -> int:
+        return BLOCK_BYTES * self.layer.heads.count
+
     def start(self) -> None:
         self.life += 1
         self.generation = 1
         self.is_alive, self.is_stopped, self.is_asleep, self.ended, self.slack_s = True, False, False, None, 0.0
-        self.memory = np.full(BLOCKS * BLOCK_BYTES, 0xEE, np.uint8)
+        self.memory = np.full(BLOCKS * self.block_bytes, 0xEE, np.uint8)
         self.free, self.owner_of, self.holds, self.pulls, self.num_freed = list(range(BLOCKS)), {}, {}, {}, 0
         self.library = SimulatedLibrary(self)
         self.library.name = self.connector
-        self.library.open([region(0, BLOCKS * BLOCK_BYTES)], 1)
+        self.library.open([region(0, BLOCKS * self.block_bytes)], 1)
         settings = HandoffSettings(
             side_channel_host=self.host, side_channel_port=self.port, lease_s=LEASE_S, grace_s=GRACE_S,
             max_hold_s=LONGEST_S, transfer_deadline_s=DEADLINE_S,
             **{"verify": "all" if self.world.verify else "off", **self.settings},
         )  # fmt: skip
         self.worker = SimulatedWorker(self, settings, SECRET if self.world.has_secret else None)
-        view = torch.from_numpy(self.memory).view(torch.float32).view(BLOCKS, 1, TOKENS, TOKEN_BYTES // 4)
-        self.worker.open([self.layer], {"a": view}, BLOCKS, 1, self.layout)
+        view = torch.from_numpy(self.memory).view(torch.float32)
+        shaped = view.view(BLOCKS, self.layer.heads.count, TOKENS, TOKEN_BYTES // 4)
+        self.worker.open([self.layer], {"a": shaped}, BLOCKS, 1, self.layout)
         self.wakes = self.world.now
 
     def die(self) -> None:
@@ -265,49 +334,50 @@ class Engine:
                 self._memory_goes()
         raise AssertionError("it never sleeps")
 
-    # What its engine does
+    # What its scheduler tells it
 
-    def prefill(self, count: int) -> None:
-        if not self.is_ready or len(self.free) < count:
-            return
-        number = next(self.world.numbers)
-        held = Held(f"h{number}", number, self._allocate(count, f"h{number}"), count * TOKENS, self.world.now)
+    def ticket(self, name: str, num_tokens: int) -> str:
+        return self.worker.ticket(name, num_tokens)
+
+    def hold(self, held: Held) -> None:
+        """Its part of a request is computed, and kept."""
         for position, block in enumerate(held.blocks):
-            self._block(block)[:] = content(number, position)
+            self._block(block)[:] = self._content(held.number, position)
         self.holds[held.name] = held
-        self.world.held[held.name] = held
-        self.world.tickets[held.name] = self.worker.ticket(held.name, held.num_tokens)
         self.worker.hold(held.name, [held.blocks], held.num_tokens)
 
-    def pull(self, owner: Engine, held: Held | None, first_block: int, gives_up: bool) -> None:
-        """Of a request that nobody holds, where there is none."""
-        number = next(self.world.numbers)
-        of = held.name if held is not None else f"h{number}"
-        count = len(held.blocks) if held is not None else 1
-        first_block = min(first_block, count - 1)
-        if not self.is_ready or len(self.free) < count:
-            return
-        if of not in self.world.tickets and owner.is_alive:
-            self.world.tickets[of] = owner.worker.ticket(of, TOKENS)
-        pulled = Pulled(
-            f"p{number}", of, held.number if held is not None else -1,
-            [] if gives_up else self._allocate(count, f"p{number}"), first_block * TOKENS,
-            0 if gives_up else (count - first_block) * TOKENS, self.world.now,
-        )  # fmt: skip
-        self.pulls[pulled.name] = pulled
+    def pull_from(self, owner: Scheduler, pulled: Pulled) -> None:
+        pulled = self.pulls[pulled.name] = replace(pulled, destinations=set())
+        port, found = self.ranks_of(owner)
         self.worker.pull(
             Pull(
-                request_id=pulled.name, remote_request_id=of, remote_engine_id=owner.name, host=owner.host,
-                port=owner.port, blocks=[pulled.blocks], first_token=pulled.first_token,
-                num_tokens=pulled.num_tokens, ticket=self.world.tickets.get(of, ""),
+                request_id=pulled.name, remote_request_id=pulled.of, remote_engine_id=owner.name, host=owner.host,
+                port=port, blocks=[pulled.blocks], first_token=pulled.first_token,
+                num_tokens=pulled.num_tokens, ticket=self.world.tickets.get(pulled.of, ""), shares=found,
             )
         )  # fmt: skip
 
-    def wait(self, owner: Engine, held: Held) -> None:
+    def wait(self, owner: Scheduler, held: Held) -> None:
         """A request of it is queued."""
         if self.is_ready:
+            port, found = self.ranks_of(owner)
+            ranks = tuple(share.owner_rank for share in found) or (0,)
             ticket = self.world.tickets[held.name]
-            self.worker.keep(Waiting(f"w{held.name}", held.name, owner.name, owner.host, owner.port, ticket))
+            self.worker.keep(Waiting(f"w{held.name}", held.name, owner.name, owner.host, port, ticket, ranks))
+
+    def ranks_of(self, owner: Scheduler) -> tuple[int, tuple[Share, ...]]:
+        """The first port that it asks, and what it reads of whom."""
+        return owner.port, ()
+
+    def drop(self, name: str) -> None:
+        if self.is_alive:
+            self.worker.drop(name)
+
+    def cancel(self, name: str) -> None:
+        if self.is_alive:
+            self.worker.cancel(name)
+
+    # What befalls it
 
     def stop_or_go_on(self) -> None:
         if self.is_alive:
@@ -325,7 +395,7 @@ class Engine:
         if self.is_alive and self.is_asleep:
             self.is_asleep = False
             self.generation += 1
-            self.library.open([region(0, BLOCKS * BLOCK_BYTES)], self.generation)
+            self.library.open([region(0, BLOCKS * self.block_bytes)], self.generation)
             self.worker.resume(BLOCKS, self.generation)
 
     def _memory_goes(self) -> None:
@@ -341,7 +411,7 @@ class Engine:
         assert not events.released & events.expired
         for name in events.released | events.expired:
             assert name in self.holds, f"{name} was freed twice, or never held"
-            self._let_go(self.holds.pop(name).blocks, name)
+            self._hold_ended(self.holds.pop(name), name in events.released)
             self.num_freed += 1
         counted = self.worker._side.metrics
         assert counted.released + counted.expired == self.num_freed, "each hold is freed once"
@@ -350,48 +420,55 @@ class Engine:
             assert name in self.pulls, f"{name} ended twice, or never began"
             pulled = self.pulls.pop(name)
             if name in events.received:
-                self._use(pulled)
-            self._let_go(pulled.blocks, name)
+                self.use(pulled)
+            self._pull_ended(pulled, name in events.received)
             self.reasons |= {name: failure.text for name, failure in events.failed.items()}
             self.outcomes.append((name, events.failed[name].cause if name in events.failed else "received"))
 
-    def _use(self, pulled: Pulled) -> None:
+    def _hold_ended(self, held: Held, released: bool) -> None:
+        self._let_go(held.blocks, held.name)
+
+    def _pull_ended(self, pulled: Pulled, received: bool) -> None:
+        self._let_go(pulled.blocks, pulled.name)
+
+    def use(self, pulled: Pulled) -> None:
         """Decode takes what was read; it must be what was held, to the last byte."""
         if not pulled.num_tokens:
             return
         for position in range(pulled.first_token // TOKENS, len(pulled.blocks)):
             found = self._block(pulled.blocks[position])
-            assert (found == content(pulled.number, position)).all(), f"{pulled.name} uses what was not {pulled.of}'s"
+            assert (found == self._content(pulled.number, position)).all(), f"{pulled.name} uses what was not {pulled.of}'s"
 
     # Its memory
 
+    @property
+    def reads(self) -> list[Read]:
+        return self.library.reads if self.is_alive else []
+
     def _block(self, block: int) -> Any:
-        return self.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+        return self.memory[block * self.block_bytes : (block + 1) * self.block_bytes]
 
-    def _allocate(self, count: int, name: str) -> list[int]:
-        blocks, self.free = self.free[:count], self.free[count:]
-        for block in blocks:
-            assert block not in self.owner_of
-            self.owner_of[block] = name
-        return blocks
+    def _content(self, number: int, position: int) -> Any:
+        """What request `number` has in its block at `position`: in no other block of any request, nor of another head."""
+        heads = range(self.layer.heads.start, self.layer.heads.end)
+        values = np.array([(number + 1, position + 1, head + 1, 0) for head in heads], np.uint32)
+        return np.tile(values, BLOCK_BYTES // 16).view(np.uint8).reshape(-1)
 
-    def _let_go(self, blocks: list[int], name: str) -> None:
-        """And the next one writes there at once."""
+    def overwrite(self, blocks: list[int]) -> None:
         for block in blocks:
-            assert self.owner_of.pop(block) == name
             self._block(block)[:] = 0xEE
-        self.free += blocks
+
+    def require_writable(self, offset: int) -> Pulled:
+        """The pull on its way whose block is there."""
+        block = offset // self.block_bytes
+        name = self.owner_of.get(block, "")
+        assert name in self.pulls, f"block {block} was written to after its pull had ended"
+        return self.pulls[name]
 
     def write(self, offset: int, data: Any) -> None:
         """By the library, into a pull that is on its way."""
-        block = offset // BLOCK_BYTES
-        assert self.owner_of.get(block, "") in self.pulls, f"block {block} was written to after its pull had ended"
+        self.require_writable(offset)
         self.memory[offset : offset + len(data)] = data
-
-
-def content(number: int, position: int) -> Any:
-    """What request `number` has in its block at `position`: in no other block of any request."""
-    return np.tile(np.array([number + 1, position + 1], np.uint32), BLOCK_BYTES // 8).view(np.uint8)
 
 
 class World:
@@ -404,6 +481,9 @@ class World:
         self.tickets: dict[str, str] = {}
         SimulatedExecutor.jobs.clear()
         self.engines: dict[str, Engine] = {}
+        self.begin(**of_engines)
+
+    def begin(self, **of_engines: Any) -> None:
         self.prefill = self.add("prefill", "127.0.0.1", 0.0, **of_engines)
         self.decode = self.add("decode", "127.0.0.2", 5000.0, **of_engines)
 

@@ -82,10 +82,10 @@ class Handoff(RuleBasedStateMachine):
             decode.pull(prefill, chosen, count - 1, gives_up=which == 7)
         elif what == "wait" and chosen is not None:
             decode.wait(prefill, chosen)
-        elif what == "drop" and chosen is not None and prefill.is_alive:
-            prefill.worker.drop(chosen.name)
-        elif what == "cancel" and decode.pulls and decode.is_alive:
-            decode.worker.cancel(list(decode.pulls)[which % len(decode.pulls)])
+        elif what == "drop" and chosen is not None:
+            prefill.drop(chosen.name)
+        elif what == "cancel" and decode.pulls:
+            decode.cancel(list(decode.pulls)[which % len(decode.pulls)])
         self.w.settle()
 
     @rule(what=st.sampled_from(["all", "all", "all", "one", "twice", "lose", "lose", "break"]), which=INDEX)
@@ -110,16 +110,9 @@ class Handoff(RuleBasedStateMachine):
     )
     def library_acts(self, what: str, which: int) -> None:
         """It copies a block, and says when it is done, drained or broken; a digest thread gets its turn."""
-        decode = self.w.decode
-        reads = decode.library.reads if decode.is_alive else []
-        if what == "all":  # the usual way, to the end
-            for read in reads:
-                self.w.move(read, len(read.pieces))
-                read.is_over = True
-            for _ in range(2):
-                self.w.pass_time(0.3)
-                self.take_digests()
-                self.w.deliver_all()
+        reads = self.w.decode.reads
+        if what == "all":  # the usual way
+            self.read_to_the_end()
         elif what == "digests":
             self.take_digests()
         elif reads:
@@ -129,6 +122,15 @@ class Handoff(RuleBasedStateMachine):
             read.is_over |= what in ("over", "broken")
             read.is_broken |= what == "broken"
         self.w.settle()
+
+    def read_to_the_end(self) -> None:
+        for read in self.w.decode.reads:
+            self.w.move(read, len(read.pieces))
+            read.is_over = True
+        for _ in range(2):
+            self.w.pass_time(0.3)
+            self.take_digests()
+            self.w.deliver_all()
 
     def take_digests(self) -> None:
         for job in list(SimulatedExecutor.jobs):
@@ -145,14 +147,16 @@ class Handoff(RuleBasedStateMachine):
     )
     def something_befalls(self, what: str, name: str) -> None:
         """Each is taken back when it comes again."""
-        engine = self.w.engines[name]
+        self.befall(what, self.w.engines[name])
+        self.w.settle()
+
+    def befall(self, what: str, engine: Engine) -> None:
         if what == "death":
             engine.die() if engine.is_alive else engine.start()
         elif what == "stop":
             engine.stop_or_go_on()
         elif what != "nothing":
             engine.wake() if engine.is_asleep else engine.change(what == "grows")
-        self.w.settle()
 
     # What must be so
 
@@ -165,15 +169,15 @@ class Handoff(RuleBasedStateMachine):
                 self.pulls_end_in_time(engine)
 
     def holds_end_in_time(self, engine: Engine) -> None:
-        table, now = engine.worker._holder._table, self.w.now
+        table, now = engine.worker._holder._table, engine.clock()
         assert table.holds.keys() == engine.holds.keys(), "kept by both or by neither"
         for hold in table.holds.values():
             assert hold.expires <= now + LEASE_S, "nobody renews for longer than a lease"
             assert now < hold.expires + (GRACE_S if hold.readers else 0.0) + EXACT_S
-            assert now < engine.holds[hold.request_id].began + LONGEST_S + GRACE_S + EXACT_S
+            assert self.w.now < engine.holds[hold.request_id].began + LONGEST_S + GRACE_S + EXACT_S
         if engine.ended is not None:
             longest = max(LEASE_S + GRACE_S, DEADLINE_S)
-            assert now < engine.change_began + longest + engine.slack_s + LOOK_S, "the memory is waited for"
+            assert self.w.now < engine.change_began + longest + engine.slack_s + LOOK_S, "the memory is waited for"
 
     def pulls_end_in_time(self, engine: Engine) -> None:
         for pulled in engine.pulls.values():
