@@ -137,7 +137,15 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.finished(request, block_ids)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        ranks = [metadata[rank] for rank in sorted(metadata)]
+        self._listens_at([metadata[rank] for rank in sorted(metadata)])
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        # By (pipeline stage, tensor parallel rank): in this order they listen one after the other.
+        self._listens_at([metadata[place] for place in sorted(metadata)])
+
+    def _listens_at(self, ranks: list[KVConnectorHandshakeMetadata]) -> None:
         addresses = [address for address in ranks if isinstance(address, SideChannelAddress)]
         assert len(addresses) == len(ranks), "every worker's half is ours"
         self.scheduler.listens_at(addresses[0].port, [address.instance for address in addresses])

@@ -26,7 +26,7 @@ from ..models import ARGUMENTS, SLIDING_WINDOW_TOKENS, download_gemma, make
 from .conftest import RunningPair, start_pair
 from .test_verify import DEADLINE_S, run_verify
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(DEADLINE_S)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.pairs, pytest.mark.timeout(DEADLINE_S)]
 
 QUESTIONS = 16
 NEW_TOKENS = 16
