@@ -437,7 +437,9 @@ class Engine(Scheduler):
             return
         for position in range(pulled.first_token // TOKENS, len(pulled.blocks)):
             found = self._block(pulled.blocks[position])
-            assert (found == self._content(pulled.number, position)).all(), f"{pulled.name} uses what was not {pulled.of}'s"
+            assert (found == self._content(pulled.number, position)).all(), (
+                f"{pulled.name} uses what was not {pulled.of}'s"
+            )
 
     # Its memory
 

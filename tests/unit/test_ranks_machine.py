@@ -90,6 +90,7 @@ class RankedHandoff(Handoff):
         assert not prefill.holds, "every rank has let go"
         assert [rank.worker.metrics.expired for rank in prefill.ranks] == expired, "and not because of its lease"
 
+
 def run(engines: tuple[int, int, int], numbers: range, steps: int) -> None:
     """An example for each number, and one in which nothing happens, with which Hypothesis begins.
 
