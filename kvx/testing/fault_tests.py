@@ -23,7 +23,7 @@ CAUGHT_BY: Final[dict[str, tuple[str, ...]]] = {
     "registration-beyond-committed": ("test_open_registers_the_regions_and_nothing_else",),
     "use-after-close": ("test_nothing_is_touched_after_close",),
 }
-RUN_S: Final = 120.0
+RUN_S: Final = 240.0
 
 
 class FaultTests:

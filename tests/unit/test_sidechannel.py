@@ -71,6 +71,7 @@ class Refusing:
 
     def __init__(self) -> None:
         self.listening = socket.create_server(("127.0.0.1", 0))
+        self.listening.settimeout(20)
         self.port: int = self.listening.getsockname()[1]
 
     def refuse(self, channel: zmq.Socket[bytes]) -> None:
