@@ -112,8 +112,7 @@ class NixlConnector(Connector):
         self._memory_type, self._device_id = _MEMORY_TYPES[kind], int(index or 0)
         _leave_rdma_out()
         self._reads_in_pieces = _has_only(_READS_ARE_SENT)
-        if self._reads_in_pieces:
-            _send_pieces_whole()
+        _send_pieces_whole(self._reads_in_pieces)
         if self.data_address and is_loopback(self.data_address):
             _listen_on_loopback()
         self._rows = [(region.address, region.nbytes, self._device_id, "") for region in regions]
@@ -349,10 +348,14 @@ def _has_only(transports: frozenset[str]) -> bool:
     return transports.issuperset(os.environ.get("UCX_TLS", "all").split(","))
 
 
-def _send_pieces_whole() -> None:
-    """UCX would send a piece in messages of 8 KiB; after the first, the others may meet a connection that is gone."""
-    for name in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):
-        os.environ.setdefault(name, str(MESSAGE_BYTES))
+def _send_pieces_whole(in_pieces: bool) -> None:
+    """UCX would send a piece in messages of 8 KiB; after the first, the others may meet a connection that is gone.
+
+    All have room to receive them: UCX writes past the end of what is shorter, and ends the reader with SIGSEGV.
+    """
+    os.environ.setdefault("UCX_TCP_RX_SEG_SIZE", str(MESSAGE_BYTES))
+    if in_pieces:
+        os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", str(MESSAGE_BYTES))
 
 
 def _listen_on_loopback() -> None:

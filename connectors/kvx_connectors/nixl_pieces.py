@@ -1,7 +1,7 @@
 """A READ in pieces, for transports over which its owner's UCX sends it in messages (docs/adr/0007-nixl.md).
 
-UCX ends an owner that has messages left to send to a reader that has gone. So a piece is one message, unless its copies
-are small, and the next one is asked for when it has come.
+UCX ends an owner that has messages left to send to a reader that has gone. So a piece is one message, unless there are
+many small ones, and the next one is asked for when it has come.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from kvx.connector import Copies
 PIECE_BYTES = 1 << 20
 """A copy of more is several pieces."""
 SMALL_BYTES, TOGETHER_BYTES = 32 << 10, 128 << 10
-"""Copies of less than the first go together, as many as fit the second: alone, each would take the way to the owner."""
+"""Many copies of less than the first go together, as many as fit the second: each alone would be a way to the owner."""
+FEW = 32
+"""So many small ones may each go alone."""
 MESSAGE_BYTES = PIECE_BYTES + (4 << 10)
 """What UCX may send at once: a piece, and what it writes before it."""
 
@@ -35,10 +37,12 @@ class Pieces:
 def pieces_of(copies: Copies) -> deque[Copies]:
     """The same bytes in the same order."""
     cut = _cut(copies)
-    is_large = cut.length >= SMALL_BYTES
+    is_alone = cut.length >= SMALL_BYTES
+    if np.count_nonzero(~is_alone) <= FEW:
+        is_alone[:] = True
     before = np.cumsum(cut.length) - cut.length
     is_first = np.ones(len(before), dtype=np.bool_)
-    is_first[1:] = is_large[1:] | is_large[:-1] | (np.diff(before // TOGETHER_BYTES) != 0)
+    is_first[1:] = is_alone[1:] | is_alone[:-1] | (np.diff(before // TOGETHER_BYTES) != 0)
     bounds = [*np.flatnonzero(is_first).tolist(), len(before)]
     return deque(
         Copies(cut.local[first:last], cut.remote[first:last], cut.length[first:last])

@@ -191,9 +191,7 @@ INSIDE_A_HOST = {
     "lease_expiry": _HELD_TOO_LONG,
 }
 OF_CONNECTOR = {
-    # Given up by its reader in the middle of a READ over plain TCP, an owner may be ended by UCX (ADR 7). A link that
-    # is cut is asked of it all the same: three of four such rows passed.
-    "nixl": OVER_A_LINK | {"stop": _STOP_IN_CLAIM, "lease_expiry": _HELD_TOO_LONG},
+    "nixl": OVER_A_LINK,
     "mooncake": OVER_A_LINK,
     "ipc": INSIDE_A_HOST,
 }

@@ -120,6 +120,26 @@ def test_cancel_and_close_with_a_transfer_in_flight(start_engines: StartEngines)
         ours.submit("read", [0], [0], 64, 1.0)
 
 
+@pytest.mark.parametrize("has_pieces", [True, False], ids=["reader_over_tcp", "owner_over_tcp"])
+def test_an_engine_with_more_transports_and_one_with_tcp_read_each_other(
+    start_engines: StartEngines, has_pieces: bool
+) -> None:
+    """One of them alone reads in pieces, and sends what is read in messages of their length."""
+    ours, theirs = start_engines(
+        EngineConfig("ours", environ=TCP_ONLY if has_pieces else {}, **BIG),
+        EngineConfig("theirs", environ={} if has_pieces else TCP_ONLY, **BIG),
+    )
+    theirs.progress_in_background()
+    ours.connect(theirs.metadata())
+    size = 3 << 19
+    for index in range(4):
+        theirs.poke(index * size, size, index + 1)
+    assert read(ours, "read", [0, size, 2 * size], [size, 2 * size, 3 * size], size)[0] == "done"
+    assert ours.peek(size, 3 * size) == b"\x01" * size + b"\x02" * size + b"\x03" * size
+    assert read(ours, "write", [size], [0], size)[0] == "done"
+    assert theirs.peek(0, size) == b"\x01" * size
+
+
 def test_a_killed_peer_fails_and_one_of_its_name_takes_its_place(start_engines: StartEngines) -> None:
     ours, theirs = start_engines(EngineConfig("ours"), EngineConfig("theirs", agent_name="same"))
     theirs.progress_in_background()

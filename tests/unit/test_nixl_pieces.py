@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvx_connectors.nixl_pieces import MESSAGE_BYTES, PIECE_BYTES, SMALL_BYTES, TOGETHER_BYTES, pieces_of
+from kvx_connectors.nixl_pieces import FEW, MESSAGE_BYTES, PIECE_BYTES, SMALL_BYTES, TOGETHER_BYTES, pieces_of
 
 from kvx.connector import Copies
 
@@ -21,7 +22,7 @@ def copies_of(lengths: list[int], starts: list[int]) -> Copies:
     return Copies(local=remote + (1 << 50), remote=remote, length=length)
 
 
-@given(st.lists(SIZES, min_size=1, max_size=40), st.randoms(use_true_random=False))
+@given(st.lists(SIZES, min_size=1, max_size=2 * FEW), st.randoms(use_true_random=False))
 def test_pieces_are_the_copies(lengths: list[int], random: object) -> None:
     starts = (np.cumsum(lengths) - lengths + np.arange(len(lengths))).tolist()  # with gaps between them
     order = list(range(len(lengths)))
@@ -47,3 +48,10 @@ def test_small_copies_share_the_way_to_the_owner() -> None:
     starts = [8192 * index for index in range(32768)]
     pieces = pieces_of(copies_of([4096] * len(starts), starts))
     assert {len(piece.length) for piece in pieces} == {TOGETHER_BYTES // 4096}
+
+
+@pytest.mark.parametrize(("num_small", "is_alone"), [(FEW, True), (FEW + 1, False)])
+def test_a_few_small_ones_go_alone(num_small: int, is_alone: bool) -> None:
+    lengths = [PIECE_BYTES, *[4096] * num_small, SMALL_BYTES]
+    pieces = pieces_of(copies_of(lengths, [2 * PIECE_BYTES * index for index in range(len(lengths))]))
+    assert all(len(piece.length) == 1 for piece in pieces) is is_alone
