@@ -119,7 +119,7 @@ def reason_for_stock(vllm_config: Any, probes: Iterable[Probe]) -> str | None:
         if probe.recurrent:
             return (
                 f"kvx keeps vLLM's own KV cache: layers of this model keep a state ({', '.join(probe.recurrent)}), "
-                "which kvx cannot hand off yet; only models with attention in all layers can have both."
+                "which kvx cannot hand off yet; it takes models with attention in every layer."
             )
         cache_dtype = vllm_config.cache_config.cache_dtype
         unknown = [name for name in probe.backends if cache_dtype not in GROWABLE.get(name, ())]
