@@ -25,7 +25,7 @@ class Rank(Engine):
 
     of: RankedEngine = field(kw_only=True)
     number: int = field(kw_only=True)
-    # By request that it holds, the requests over there of which several ranks come, once one of them has claimed.
+    # By request that it holds, the requests over there of which a rank has claimed it.
     shares_seen: dict[str, set[str]] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
 
@@ -39,7 +39,7 @@ class Rank(Engine):
         def claim(sender: bytes, claim: Claim, now: float) -> None:
             really_claim(sender, claim, now)
             hold = table.holds.get(claim.request_id)
-            if hold is not None and claim.reader in hold.readers and claim.claims > 1:
+            if hold is not None and claim.reader in hold.readers and claim.share:
                 self.shares_seen.setdefault(claim.request_id, set()).add(claim.share.partition("/")[2])
 
         table.claim = claim  # type: ignore[method-assign]
