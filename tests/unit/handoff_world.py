@@ -433,7 +433,9 @@ class Engine(Scheduler):
             return
         for position in range(pulled.first_token // TOKENS, len(pulled.blocks)):
             found = self._block(pulled.blocks[position])
-            assert (found == self._content(pulled.number, position)).all(), f"{pulled.name} uses what was not {pulled.of}'s"
+            assert (found == self._content(pulled.number, position)).all(), (
+                f"{pulled.name} uses what was not {pulled.of}'s"
+            )
 
     # Its memory
 
@@ -445,7 +447,7 @@ class Engine(Scheduler):
         return self.memory[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def _content(self, number: int, position: int) -> Any:
-        """What request `number` has in its block at `position`: in no other block of any request, nor of another head."""
+        """What request `number` has in its block at `position`: in no other block, and of no other head."""
         heads = range(self.layer.heads.start, self.layer.heads.end)
         values = np.array([(number + 1, position + 1, head + 1, 0) for head in heads], np.uint32)
         return np.tile(values, BLOCK_BYTES // 16).view(np.uint8).reshape(-1)

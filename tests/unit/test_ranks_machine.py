@@ -91,6 +91,7 @@ class RankedHandoff(Handoff):
         assert not prefill.holds, "every rank has let go"
         assert [rank.worker.metrics.expired for rank in prefill.ranks] == expired, "and not because of its lease"
 
+
 def run(engines: tuple[int, int, int], numbers: range, steps: int) -> None:
     """An example for each number, and one in which nothing happens, with which Hypothesis begins.
 
@@ -112,4 +113,4 @@ def test_hand_offs_between_ranks(engines: tuple[int, int, int]) -> None:
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("engines", ENGINES)
 def test_many_more_hand_offs_between_ranks(engines: tuple[int, int, int]) -> None:
-    run(engines, range(40, 1240), 60)
+    run(engines, range(40, 640), 60)
