@@ -46,7 +46,7 @@ class Rank(Engine):
 
     def die(self) -> None:
         super().die()
-        self.of.has_lost(self)
+        self.of.lose_what_came()
         for held in self.holds.values():
             self.of.hold_ended(self, held)
         for pulled in self.pulls.values():
@@ -76,7 +76,7 @@ class Rank(Engine):
     def _memory_goes(self) -> None:
         super()._memory_goes()
         if not self.keeps_content:
-            self.of.has_lost(self)
+            self.of.lose_what_came()
 
     def _hold_ended(self, held: Held, released: bool) -> None:
         if released and held.name not in self.dropped:
@@ -196,8 +196,8 @@ class RankedEngine(Scheduler):
         self.outcomes[pulled.name] = "failed" if pulled.name in self.failed else "received"
         self._let_go(self.pulls.pop(pulled.name).blocks, pulled.name)
 
-    def has_lost(self, rank: Rank) -> None:
-        """Its memory is gone, and in it what it had received of requests that are still on their way."""
+    def lose_what_came(self) -> None:
+        """A rank's memory is gone, and in it what it had received of requests that are still on their way."""
         self.failed |= self.pulls.keys()
 
     def overwrite(self, blocks: list[int]) -> None:
