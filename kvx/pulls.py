@@ -407,8 +407,9 @@ class Puller:
             self._fail(pull, TransferError(f"internal error: {error!r}"))
 
     def _fail(self, pull: ActivePull, cause: KVXError) -> None:
-        """End as failed, now or when the last transfer is terminal. The first cause counts."""
-        if pull not in pull.joint.pulls:
+        """End as failed, now or when the last transfer is terminal, and its request with it. The first cause counts."""
+        joint = pull.joint
+        if pull not in joint.pulls:
             return  # it ended with another one of its request
         if pull.cause is None:
             pull.cause = cause
@@ -417,6 +418,10 @@ class Puller:
                 # Not the owner's connector: the owner may be gone, and its transfers still have to drain.
                 assert pull.connector is not None, "a transfer was submitted, so something moves it"
                 pull.connector.cancel(transfer)
+            # A rank of which nothing is read may keep its blocks until their lease ends: nothing is missing here.
+            if joint.failed is None and (pull.spec.num_tokens or not joint.spec.num_tokens):
+                joint.failed = pull.spec, cause
+                self._fail_each(joint.pulls - {pull}, cause)
         if not pull.transfers:
             self._end_failed(pull)
 
@@ -433,12 +438,7 @@ class Puller:
         assert pull.cause is not None, "what failed has a cause"
         if pull.spec.num_tokens:
             self._trace(pull, pull.cause.cause)
-        joint = pull.joint
-        # A rank of which nothing is read may keep its blocks until their lease ends: nothing is missing here.
-        if joint.failed is None and (pull.spec.num_tokens or not joint.spec.num_tokens):
-            joint.failed = pull.spec, pull.cause
-            self._fail_each(joint.pulls, pull.cause)
-        self._end(joint)
+        self._end(pull.joint)
 
     def _end(self, joint: Joint) -> None:
         """Tell the engine how its request ended, when the last of its pulls has: no transfer touches its blocks."""

@@ -78,10 +78,6 @@ class SimulatedLibrary(Connector):
             for start in range(0, int(length), TOKEN_BYTES * TOKENS)
         ]
         transfer.handle = Read(self.engine, owner, life, generation, pieces)
-        for _, destination in pieces:
-            known = self.engine.require_writable(destination).destinations
-            assert destination not in known, "each head is read once"
-            known.add(destination)
 
     def _progress(self) -> list[tuple[str, bytes]]:
         for transfer in list(self._pending):
@@ -186,8 +182,8 @@ class Pulled:
     first_token: int
     num_tokens: int
     began: float
-    # Where the library was told to write: each place once.
-    destinations: set[int] = field(default_factory=set)
+    # Offsets that were written to.
+    written: set[int] = field(default_factory=set)
 
 
 class Scheduler:
@@ -347,7 +343,7 @@ class Engine(Scheduler):
         self.worker.hold(held.name, [held.blocks], held.num_tokens)
 
     def pull_from(self, owner: Scheduler, pulled: Pulled) -> None:
-        pulled = self.pulls[pulled.name] = replace(pulled, destinations=set())
+        pulled = self.pulls[pulled.name] = replace(pulled, written=set())
         port, found = self.ranks_of(owner)
         self.worker.pull(
             Pull(
@@ -451,7 +447,7 @@ class Engine(Scheduler):
         return self.memory[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def _content(self, number: int, position: int) -> Any:
-        """What request `number` has in its block at `position`: in no other block of any request, nor of another head."""
+        """What request `number` has in its block at `position`: in no other block, and of no other head."""
         heads = range(self.layer.heads.start, self.layer.heads.end)
         values = np.array([(number + 1, position + 1, head + 1, 0) for head in heads], np.uint32)
         return np.tile(values, BLOCK_BYTES // 16).view(np.uint8).reshape(-1)
@@ -460,16 +456,14 @@ class Engine(Scheduler):
         for block in blocks:
             self._block(block)[:] = 0xEE
 
-    def require_writable(self, offset: int) -> Pulled:
-        """The pull on its way whose block is there."""
+    def write(self, offset: int, data: Any) -> None:
+        """By the library, into a pull that is on its way."""
         block = offset // self.block_bytes
         name = self.owner_of.get(block, "")
         assert name in self.pulls, f"block {block} was written to after its pull had ended"
-        return self.pulls[name]
-
-    def write(self, offset: int, data: Any) -> None:
-        """By the library, into a pull that is on its way."""
-        self.require_writable(offset)
+        written = self.pulls[name].written
+        assert offset not in written, f"{name} reads a head of block {block} twice"
+        written.add(offset)
         self.memory[offset : offset + len(data)] = data
 
 

@@ -25,7 +25,7 @@ class Rank(Engine):
 
     of: RankedEngine = field(kw_only=True)
     number: int = field(kw_only=True)
-    # By request that it holds, the requests over there of which several ranks come, once one of them has claimed.
+    # By request that it holds, the requests over there of which a rank has claimed it.
     shares_seen: dict[str, set[str]] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
 
@@ -39,14 +39,14 @@ class Rank(Engine):
         def claim(sender: bytes, claim: Claim, now: float) -> None:
             really_claim(sender, claim, now)
             hold = table.holds.get(claim.request_id)
-            if hold is not None and claim.reader in hold.readers and claim.claims > 1:
+            if hold is not None and claim.reader in hold.readers and claim.share:
                 self.shares_seen.setdefault(claim.request_id, set()).add(claim.share.partition("/")[2])
 
         table.claim = claim  # type: ignore[method-assign]
 
     def die(self) -> None:
         super().die()
-        self.of.has_lost(self)
+        self.of.lose_what_came()
         for held in self.holds.values():
             self.of.hold_ended(self, held)
         for pulled in self.pulls.values():
@@ -76,7 +76,7 @@ class Rank(Engine):
     def _memory_goes(self) -> None:
         super()._memory_goes()
         if not self.keeps_content:
-            self.of.has_lost(self)
+            self.of.lose_what_came()
 
     def _hold_ended(self, held: Held, released: bool) -> None:
         if released and held.name not in self.dropped:
@@ -196,8 +196,8 @@ class RankedEngine(Scheduler):
         self.outcomes[pulled.name] = "failed" if pulled.name in self.failed else "received"
         self._let_go(self.pulls.pop(pulled.name).blocks, pulled.name)
 
-    def has_lost(self, rank: Rank) -> None:
-        """Its memory is gone, and in it what it had received of requests that are still on their way."""
+    def lose_what_came(self) -> None:
+        """A rank's memory is gone, and in it what it had received of requests that are still on their way."""
         self.failed |= self.pulls.keys()
 
     def overwrite(self, blocks: list[int]) -> None:

@@ -125,6 +125,7 @@ def test_a_rank_that_dies_ends_the_request_once() -> None:
     first, _ = pair.begin()
     transfers = [pair.give(0), pair.give(1)]
     pair.puller.on_link_lost(first, PeerDead("it ended"))  # type: ignore[arg-type]
+    assert pair.connector.calls.count("cancel") == 2, "the other one's, before the first is drained"
     for transfer in transfers:
         assert transfer is not None
         assert pair.events().failed == {}

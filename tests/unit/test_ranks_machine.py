@@ -55,8 +55,9 @@ class RankedHandoff(Handoff):
     def a_request_ends_as_one(self) -> None:
         for rank in [] if self.world is None else self.w.decode.ranks:
             for joint in rank.worker._puller._joints.values() if rank.runs else ():
-                goes_on = [pull for pull in joint.pulls if pull.cause is None]
-                assert joint.failed is None or not goes_on, "a part goes on of what has failed"
+                fails = any(pull.cause is not None and pull.spec.num_tokens for pull in joint.pulls)
+                goes_on = any(pull.cause is None for pull in joint.pulls)
+                assert not (goes_on and (fails or joint.failed)), "a part goes on of what has failed"
 
     def end(self) -> None:
         super().end()
@@ -112,4 +113,4 @@ def test_hand_offs_between_ranks(engines: tuple[int, int, int]) -> None:
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("engines", ENGINES)
 def test_many_more_hand_offs_between_ranks(engines: tuple[int, int, int]) -> None:
-    run(engines, range(40, 1240), 60)
+    run(engines, range(40, 640), 60)
