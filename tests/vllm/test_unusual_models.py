@@ -120,10 +120,9 @@ def test_every_prompt_token_that_decode_had_not_cached_was_loaded(compared: Comp
     assert compared.status["external_hits"]["received_tokens"] == hits
 
 
+@pytest.mark.parametrize("compared", ["sliding"], indirect=True, scope="module")
 def test_of_a_sliding_window_its_tail_alone_is_held_and_moved(compared: Compared) -> None:
     """A window of 64 tokens is in three blocks of 32 at most, whatever the prompt's length."""
-    if compared.name != "sliding":
-        pytest.skip(f"{compared.name} has no windows")
     pair, prompt = compared.pair, random.Random(1).choices(range(1000, 20000), k=480)
     held = pair.held(pair.prefill.url, wanted := Ask("held", prompt, NEW_TOKENS, ignore_eos=True))
     present = sorted(sum(block != ABSENT for block in group) for group in held["remote_block_ids"])
