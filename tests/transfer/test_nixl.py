@@ -132,12 +132,13 @@ def test_an_engine_with_more_transports_and_one_with_tcp_read_each_other(
     theirs.progress_in_background()
     ours.connect(theirs.metadata())
     size = 3 << 19
-    for index in range(4):
-        theirs.poke(index * size, size, index + 1)
-    assert read(ours, "read", [0, size, 2 * size], [size, 2 * size, 3 * size], size)[0] == "done"
-    assert ours.peek(size, 3 * size) == b"\x01" * size + b"\x02" * size + b"\x03" * size
-    assert read(ours, "write", [size], [0], size)[0] == "done"
-    assert theirs.peek(0, size) == b"\x01" * size
+    starts, ends = [index * size for index in range(10)], [(10 + index) * size for index in range(10)]
+    for index, start in enumerate(starts):
+        theirs.poke(start, size, index + 1)
+    assert read(ours, "read", starts, ends, size)[0] == "done"
+    assert ours.peek(ends[0], 10 * size) == b"".join(bytes([index + 1]) * size for index in range(10))
+    assert read(ours, "write", ends[3:4], starts[:1], size)[0] == "done"
+    assert theirs.peek(0, size) == b"\x04" * size
 
 
 def test_a_killed_peer_fails_and_one_of_its_name_takes_its_place(start_engines: StartEngines) -> None:
