@@ -53,6 +53,12 @@ def failing(report):
     return [condition["name"] for condition in report["conditions"] if not condition["holds"]]
 
 
+@pytest.mark.parametrize(("is_explicit", "passes"), [(True, True), (False, False)])
+def test_only_an_explicit_size_may_be_all_that_is_reserved(findings, is_explicit, passes):
+    findings.engines["decode"]["cache"].update(committed_bytes=200, explicit_size=is_explicit)
+    assert build(findings)["passed"] is passes
+
+
 def test_a_good_run_passes_with_every_promised_field(findings):
     report = build(findings)
     assert report["passed"]
