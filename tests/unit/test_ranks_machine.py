@@ -26,11 +26,13 @@ class RankedHandoff(Handoff):
     world: RankedWorld | None
     engines = ENGINES[0]
 
+    inverts = False
+
     @initialize(verify=st.booleans(), has_secret=st.booleans())
     def begin(self, verify: bool, has_secret: bool) -> None:
         owner_size, reader_size, total_heads = self.engines
         self.world = RankedWorld(
-            verify=verify, has_secret=has_secret,
+            verify=verify != self.inverts, has_secret=has_secret,
             owner_size=owner_size, reader_size=reader_size, total_heads=total_heads,
         )  # fmt: skip
 
@@ -96,11 +98,12 @@ def run(engines: tuple[int, int, int], numbers: range, steps: int) -> None:
     """An example for each number, and one in which nothing happens, with which Hypothesis begins.
 
     Each has a run of its own: in one run for all, most are the one before with some steps changed, and every other one
-    is without a hand-off.
+    is without a hand-off. What is drawn first is always another than in the first example, so every other run inverts.
     """
     name = "RankedHandoff{}To{}Of{}Heads".format(*engines)
     for number in numbers:
-        machine = seed(ENGINES.index(engines) * 10_000 + number)(type(name, (RankedHandoff,), {"engines": engines}))
+        fields = {"engines": engines, "inverts": number % 2 == 1}
+        machine = seed(ENGINES.index(engines) * 10_000 + number)(type(name, (RankedHandoff,), fields))
         run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=2, stateful_step_count=steps))  # type: ignore[no-untyped-call]
 
 
