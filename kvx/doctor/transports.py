@@ -92,8 +92,8 @@ def check_ucx(device: str, words: str, environ: Mapping[str, str] = os.environ) 
         if allowed else f"export UCX_TLS={good} (or unset it)"
     )  # fmt: skip
     return warning(
-        "UCX transports", text, "no shared memory among them: inside one host every byte goes through sockets, several "
-        "times slower, and a reader that dies in the middle may take its owner along (ADR 7)", fix,
+        "UCX transports", text,
+        "no shared memory among them: inside one host every byte goes through sockets, several times slower", fix,
     )  # fmt: skip
 
 
