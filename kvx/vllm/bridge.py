@@ -137,18 +137,13 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.finished(request, block_ids)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        self._listens_at([metadata[rank] for rank in sorted(metadata)])
+        self.scheduler.listens_at(*_listening([metadata[rank] for rank in sorted(metadata)]))
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         # By (pipeline stage, tensor parallel rank): in this order they listen one after the other.
-        self._listens_at([metadata[place] for place in sorted(metadata)])
-
-    def _listens_at(self, ranks: list[KVConnectorHandshakeMetadata]) -> None:
-        addresses = [address for address in ranks if isinstance(address, SideChannelAddress)]
-        assert len(addresses) == len(ranks), "every worker's half is ours"
-        self.scheduler.listens_at(addresses[0].port, [address.instance for address in addresses])
+        self.scheduler.listens_at(*_listening([metadata[place] for place in sorted(metadata)]))
 
     # --- worker half ------------------------------------------------------------------------------------------------
 
@@ -215,6 +210,13 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+
+
+def _listening(ranks: list[KVConnectorHandshakeMetadata]) -> tuple[int, list[str]]:
+    """The first one's port, and who they are."""
+    addresses = [address for address in ranks if isinstance(address, SideChannelAddress)]
+    assert len(addresses) == len(ranks), "every worker's half is ours"
+    return addresses[0].port, [address.instance for address in addresses]
 
 
 def _work_of(metadata: KVConnectorMetadata) -> StepWork:
