@@ -306,22 +306,19 @@ class BridgeWorker:
 
     def _first_rank(self, remote: RemotePrefill) -> int:
         """Of the ranks there, the first of our pipeline stage; or the one like ours, where there are as many."""
-        if self._is_like_ours(remote):
-            return settings.rank_of(self._vllm_config)
-        assert remote.tp_size is not None
-        return settings.rank_of(self._vllm_config) // self._tp_size * remote.tp_size
+        stage, rank = divmod(settings.rank_of(self._vllm_config), self._tp_size)
+        theirs = remote.tp_size or self._tp_size
+        return stage * theirs + (rank if theirs == self._tp_size else 0)
 
     def _shares(self, remote: RemotePrefill) -> tuple[Share, ...]:
         """What this rank reads of which rank of our stage there; empty where it is one like ours, all of it.
 
         LayoutError: the model's heads cannot be dealt out to as many ranks as it is said to have.
         """
-        if remote.tp_size is None or self._is_like_ours(remote):
+        theirs = remote.tp_size or self._tp_size
+        if theirs == self._tp_size:
             return ()
-        return tuple(shares(self._total_heads, self._tp_rank, self._tp_size, remote.tp_size))
-
-    def _is_like_ours(self, remote: RemotePrefill) -> bool:
-        return remote.tp_size in (None, self._tp_size)
+        return tuple(shares(self._total_heads, self._tp_rank, self._tp_size, theirs))
 
     @property
     def _tp_rank(self) -> int:
