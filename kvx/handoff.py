@@ -391,8 +391,7 @@ class HandoffWorker:
         ready = dict(self._poller.poll(self._sleep_ms()))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
-        while self._notes:
-            self._guarded(self._notes.popleft())
+        self._take_notes()
         if self._server.socket in ready:
             for sender, request in self._server.requests():
                 self._poll_s = FASTEST_POLL_S
@@ -407,6 +406,10 @@ class HandoffWorker:
         self._guarded(partial(self._puller.tick, now))
         self._guarded(partial(self._holder.expire, now))
         self._end_suspending(now)
+
+    def _take_notes(self) -> None:
+        while self._notes:
+            self._guarded(self._notes.popleft())
 
     def _sleep_ms(self) -> int:
         """How long ZeroMQ may wait. With something in flight: a short sleep here and no wait there."""
@@ -461,8 +464,7 @@ class HandoffWorker:
 
     def _finish(self) -> None:
         deadline = self._clock() + self._settings.transfer_deadline_s
-        while self._notes:  # what was asked for in the last moment has an outcome too
-            self._guarded(self._notes.popleft())
+        self._take_notes()  # what was asked for in the last moment has an outcome too
         self._puller.close()
         while self._puller.is_moving and self._clock() < deadline:
             self._poll_connectors()
