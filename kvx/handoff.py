@@ -99,6 +99,7 @@ class HandoffWorker:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._wake_fd, self._wake_lock = -1, threading.Lock()
+        self._is_noted = threading.Event()
         self._poll_s = FASTEST_POLL_S
         self._suspending: tuple[threading.Event, float] | None = None
 
@@ -363,6 +364,7 @@ class HandoffWorker:
         self._wake()
 
     def _wake(self) -> None:
+        self._is_noted.set()
         with self._wake_lock:  # a name look-up may outlive the hand-off
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
@@ -412,10 +414,11 @@ class HandoffWorker:
             self._guarded(self._notes.popleft())
 
     def _sleep_ms(self) -> int:
-        """How long ZeroMQ may wait. With something in flight: a short sleep here and no wait there."""
+        """How long ZeroMQ may wait. With something in flight: no wait there, but a shorter one here, until a note."""
         now = self._clock()
         if self._puller.is_moving or self._holder.is_being_read or now < self._holder.setup_until:
-            time.sleep(self._poll_s)
+            if self._is_noted.wait(self._poll_s):
+                self._is_noted.clear()
             self._poll_s = min(self._poll_s * 1.5, SETUP_POLL_S if now < self._holder.setup_until else SLOWEST_POLL_S)
             return 0
         self._poll_s = FASTEST_POLL_S

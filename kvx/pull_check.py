@@ -22,21 +22,26 @@ class Checker:
     def __init__(self, side: EngineSide, guard: Callable[[ActivePull, Step], None], passed: Step) -> None:
         self._side, self._guard, self._passed = side, guard, passed
 
-    def start(self, pull: ActivePull, now: float) -> None:
-        """Ask for the owner's digests and take ours at the same time."""
+    def ask(self, pull: ActivePull) -> None:
+        """Ask for the owner's digests, which come while the pull reads."""
         spec, theirs = pull.spec, pull.claimed_from
-        assert theirs is not None, "what was read has an owner, even if it is being greeted again now"
-        self._side.injected_flip(spec.blocks, spec.first_token, spec.num_tokens)
-        pull.phase, pull.deadline = Phase.CHECK, now + self._side.settings.transfer_deadline_s
-        check = DigestCheck(
+        assert theirs is not None, "what is read has an owner that named its blocks"
+        check = pull.check = DigestCheck(
             spec.remote_request_id, spec.blocks, spec.first_token, spec.num_tokens, self._side.groups, theirs.groups,
             pull.held_tokens if self._side.settings.verify == "sample" else None,
             None if pull.share is None else pull.share.heads,
         )  # fmt: skip
-        self._side.metrics.digests_expected += check.expected
         for ask in check.asks:
             pull.owner.link.ask(ask, partial(self._on_page, pull, check, ask))
-        future = self._side.take_digests(check.blocks, spec.first_token, spec.num_tokens)
+
+    def start(self, pull: ActivePull, now: float) -> None:
+        """Everything was read: take our own digests."""
+        spec, check = pull.spec, pull.check
+        assert check is not None, "the owner's were asked for before"
+        self._side.injected_flip(spec.blocks, spec.first_token, spec.num_tokens)
+        pull.phase, pull.deadline = Phase.CHECK, now + self._side.settings.transfer_deadline_s
+        self._side.metrics.digests_expected += check.expected
+        future = self._side.take_digests(check.blocks, spec.first_token, spec.num_tokens, queued_here=True)
         future.add_done_callback(lambda done: self._side.post(partial(self._on_own_digests, pull, check, done)))
 
     def _on_page(self, pull: ActivePull, check: DigestCheck, ask: Digests, reply: Reply) -> None:

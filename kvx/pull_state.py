@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvx.connector import Connector, Transfer
+from kvx.digest_check import DigestCheck
 from kvx.engine_side import Pull
 from kvx.errors import KVXError
 from kvx.peer import Peer, PeerDescriptor
@@ -107,6 +108,7 @@ class ActivePull:
     moved: Runs = field(default_factory=Runs.empty)
     beat: Beat | None = None
     pieces: list[Runs] = field(default_factory=list)
+    check: DigestCheck | None = None
     spans_s: dict[str, float] = field(default_factory=dict)
     span_started: float = 0.0
 

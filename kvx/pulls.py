@@ -4,7 +4,8 @@
     GREET  shake hands with the owner (once for each instance and generation of it)
     CLAIM  the owner answers with its own block ids and how long it keeps them
     MOVE   the planned runs are read; over when every transfer is terminal
-    CHECK  only when verifying: our digests of what arrived against the owner's (`pull_check`)
+    CHECK  only when verifying: our digests of what arrived against the owner's (`pull_check`), which were asked for
+           before MOVE
 
 Where the owner has several ranks, a request has a pull from each that holds something for us, or that must be told to
 let go; they end as one. Everything here runs on the hand-off thread. A request ends exactly once, as received or as
@@ -313,6 +314,8 @@ class Puller:
         pull.claimed_from, pull.moved = theirs, self._plan(pull, claimed, theirs)
         pull.phase = Phase.MOVE
         pull.span("plan", self._side.clock())
+        if self._side.verifies:
+            self._checker.ask(pull)
         if not len(pull.moved):
             self._moved(pull)
             return

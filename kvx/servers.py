@@ -9,9 +9,12 @@ removed. Where this process is killed itself, a second one does all that in its 
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import importlib.metadata
+import itertools
 import os
+import random
 import shutil
 import signal
 import socket
@@ -37,6 +40,8 @@ START_DEADLINE_S = 600.0
 STOP_DEADLINE_S = 20.0
 # To find free ports in a row.
 _ATTEMPTS = 100
+_LOWEST_PORT = 10_000
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _POLL_S, _NOTE_S = 0.2, 2.0
 _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -323,16 +328,34 @@ def reachable(host: str) -> str:
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """`count` different ports that nothing listens on at this moment. EngineError: the host is not this machine's."""
+    found: list[int] = []
     with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
+        for port in _candidates():
+            probe = held.enter_context(socket.socket())
             try:
-                probe.bind((host, 0))
+                probe.bind((host, port))
             except OSError as error:
+                if error.errno == errno.EADDRINUSE and port:
+                    continue
                 raise EngineError(
                     f"nothing can listen on host {host} ({error.strerror}); give an address of this machine"
                 ) from error
-        return [int(probe.getsockname()[1]) for probe in probes]
+            found.append(int(probe.getsockname()[1]))
+            if len(found) == count:
+                break
+    return found
+
+
+def _candidates() -> Iterator[int]:
+    """Ports to try, in any order, below those that the system gives to connections: one of these could be gone before
+    its server listens. Then 0, for whatever the system gives."""
+    try:
+        first_given = int(_GIVEN_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first_given = 0
+    room = range(_LOWEST_PORT, first_given)
+    yield from random.SystemRandom().sample(room, len(room))
+    yield from itertools.repeat(0)
 
 
 def free_run(count: int, taken: set[int], host: str = "127.0.0.1") -> int:

@@ -15,6 +15,7 @@ stage=${1:?one of memory, identity, bench, pd, transfer, offload, tests, two-gpu
 python=${PYTHON:-python3}
 here=$(dirname "$0")
 export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 PYTHONUNBUFFERED=1
+export VLLM_ALLREDUCE_USE_SYMM_MEM=0 NCCL_NVLS_ENABLE=0 # NVLink multicast belongs to the whole host
 export UCX_TLS="${UCX_TLS:-tcp,self,cma,cuda_copy,cuda_ipc}"
 mkdir -p "${OUT:?a folder for the results}"
 shift

@@ -21,6 +21,7 @@ BASELINE = "one stock server, float32, Triton attention, graphs"
 TESTS = {
     "offload": ["tests/gpu/test_gpu_offload.py"],
     "tiny-engine": ["tests/examples", "-m", "gpu"],
+    "unequal": ["tests/vllm/test_unequal_gpu.py", "-rP"],
     "gpu": ["tests/gpu", "-m", "not slow", "--ignore", "tests/gpu/test_gpu_offload.py"],
 }
 _OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
@@ -55,6 +56,7 @@ def tests(stage: Stage) -> None:
         if stage.skips(name):
             continue
         command = [sys.executable, "-m", "pytest", *words, "-v", "-W", "default", "-p", "no:cacheprovider"]
+        command += ["--basetemp", str(stage.path(name).with_suffix(""))]
         found = stage.command(name, command, KVX_TEST_MODEL=stage.options.model)
         found |= outcomes(stage.log(name).read_text(errors="replace"))
         stage.note(name, found)

@@ -108,7 +108,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {"mla": ("--attention-backend", "CPU_MLA
 def make(name: str, folder: Path) -> Path:
     """`folder / name`, made first where it is not there yet. KeyError: no such model.
 
-    Trigger of EngineError: the default model, whose tokenizer it has, is missing.
+    Trigger of EngineError: the default model, whose tokenizer it has, is missing, and `KVX_TEST_MODEL` names no other
+    checkpoint of it.
     """
     target = folder / name
     if target.is_dir():
@@ -118,7 +119,7 @@ def make(name: str, folder: Path) -> Path:
 
     from kvx.verify.model import default_model
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(default_model())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(os.environ.get("KVX_TEST_MODEL") or default_model())
     config = CONFIGS[name](len(tokenizer))
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, token, getattr(tokenizer, token))

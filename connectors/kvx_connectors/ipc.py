@@ -71,7 +71,7 @@ class IpcConnector(Connector):
         self._name = uuid.uuid4().hex
         with ExitStack() as undo:
             try:
-                driver, copier = driver_for(device, shareable=True), copier_for(device)
+                driver, copier = driver_for(device, shareable=True), copier_for(device, goes_first=True)
             except DriverError as error:
                 raise ConnectorError(f"connector {self.name} cannot copy on {device}: {error}") from error
             undo.callback(copier.close)

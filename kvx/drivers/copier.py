@@ -56,8 +56,12 @@ class Copier(ABC):
         return
 
 
-def copier_for(device: str) -> Copier:
-    """The copier of a device as torch names it: "cpu", "cuda", "cuda:1". `DriverUnavailable` when there is none."""
+def copier_for(device: str, *, goes_first: bool = False) -> Copier:
+    """The copier of a device as torch names it: "cpu", "cuda", "cuda:1". `DriverUnavailable` when there is none.
+
+    `goes_first`: its copies begin before kernels of the device that are queued elsewhere, of the model or for digests.
+    For copies as fast as the device's memory, which somebody waits for; slower ones would keep the model waiting.
+    """
     kind, _, index = device.partition(":")
     if kind == "cpu":
         return HostCopier()
@@ -65,7 +69,7 @@ def copier_for(device: str) -> Copier:
         raise DriverUnavailable(f"device {device!r}", "kvx has no copier for it", "name cpu, or cuda:0, cuda:1 ...")
     from kvx.drivers.cuda_copier import CudaCopier
 
-    return CudaCopier(int(index or 0))
+    return CudaCopier(int(index or 0), goes_first=goes_first)
 
 
 class _Done:

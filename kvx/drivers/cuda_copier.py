@@ -45,12 +45,15 @@ def tiles_of(destination: Int64s, source: Int64s, nbytes: Int64s, size: int) -> 
 
 
 class CudaCopier(Copier):
-    """One stream of one GPU. `DriverUnavailable` without cuda-bindings, an NVIDIA driver or that GPU."""
+    """One stream of one GPU. `DriverUnavailable` without cuda-bindings, an NVIDIA driver or that GPU.
+
+    `goes_first`: see `copier_for`.
+    """
 
     only_queues = True
 
-    def __init__(self, index: int = 0) -> None:
-        self._kernel = CudaKernel(index, "copy_kernel.ptx", "kvx_copy")
+    def __init__(self, index: int = 0, *, goes_first: bool = False) -> None:
+        self._kernel = CudaKernel(index, "copy_kernel.ptx", "kvx_copy", goes_first=goes_first)
         self._driver = self._kernel.driver
 
     def start(self, destination: Int64s, source: Int64s, nbytes: Int64s, *, after: int | None = None) -> Copying:

@@ -38,12 +38,14 @@ class CudaKernel:
     """One stream of one GPU, and the kernel that is launched on it. Any thread may call.
 
     `mirrors`: tables get memory of the device too, for what every thread reads again and again. `waits_asleep`: whoever
-    waits leaves its core to others, and wakes some tens of microseconds later.
+    waits leaves its core to others, and wakes some tens of microseconds later. `goes_first`: before work of the device
+    that is queued elsewhere and has not begun.
     """
 
     def __init__(
-        self, index: int, file: str, function: str, *, mirrors: bool = False, waits_asleep: bool = False
-    ) -> None:
+        self, index: int, file: str, function: str, *, mirrors: bool = False, waits_asleep: bool = False,
+        goes_first: bool = False,
+    ) -> None:  # fmt: skip
         self.driver = CudaDriver(index)
         self._lock = threading.RLock()
         self._free: list[Table] = []
@@ -54,7 +56,9 @@ class CudaKernel:
             module = call("cuModuleLoadData", code + b"\0")
             undo.callback(call, "cuModuleUnload", module)
             self._kernel = call("cuModuleGetFunction", module, function.encode())
-            self._stream = call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING: it does not wait for stream 0
+            lowest, highest = call("cuCtxGetStreamPriorityRange")
+            # CU_STREAM_NON_BLOCKING: it does not wait for stream 0
+            self._stream = call("cuStreamCreateWithPriority", 1, highest if goes_first else lowest)
             undo.callback(call, "cuStreamDestroy", self._stream)
             self._undo = undo.pop_all()
 

@@ -17,6 +17,7 @@ import pytest
 from fake_cuda import BAD, OK, CUresult, FakeCuda
 
 SOURCE = Path(__file__).resolve().parents[2] / "kvx" / "drivers" / "digest_kernel.cu"
+PRIORITIES = (0, -5)  # lowest, highest: as on an H200
 SHIM = """
 #define __device__ static
 #define __global__
@@ -82,6 +83,7 @@ class FakeLaunches(FakeCuda):
         self.buffers: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self.alive: list[str] = []
         self.waited_for: list[int] = []
+        self.priorities: list[int] = []
 
     def _made(self, kind: str):
         self.alive.append(kind)
@@ -100,7 +102,11 @@ class FakeLaunches(FakeCuda):
     def cuModuleGetFunction(self, module, name):
         return (OK, name.decode()) if name.decode() in self.kernels else (CUresult.CUDA_ERROR_UNKNOWN, None)
 
-    def cuStreamCreate(self, flags):
+    def cuCtxGetStreamPriorityRange(self):
+        return OK, *PRIORITIES
+
+    def cuStreamCreateWithPriority(self, flags, priority):
+        self.priorities.append(priority)
         return self._made("stream") if flags == 1 else (BAD, None)
 
     def cuStreamDestroy(self, stream):

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_cuda import BAD
-from fake_launches import FakeLaunches, copy_kernel, digest_kernel
+from fake_launches import PRIORITIES, FakeLaunches, copy_kernel, digest_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_digest import CASES, cache, contents, write
@@ -186,6 +186,14 @@ def test_the_copier_copies_when_it_says_so_and_gives_everything_back(fake: FakeL
     copier.close()
     copier.close()
     assert (fake.alive, fake.buffers) == ([], {})
+
+
+def test_only_copies_that_somebody_waits_for_go_before_other_work(fake: FakeLaunches) -> None:
+    CudaCopier(goes_first=True).close()
+    CudaCopier().close()
+    CudaDigester()
+    lowest, highest = PRIORITIES
+    assert fake.priorities == [highest, lowest, lowest]
 
 
 @dataclasses.dataclass

@@ -222,11 +222,13 @@ def test_no_digest_is_being_taken_when_the_memory_goes(monkeypatch: pytest.Monke
         taken.append(arguments)
 
     monkeypatch.setattr(engine_side, "request_digests", slow)
+    monkeypatch.setattr(engine_side, "start_digests", lambda *_, **__: lambda: taken.append("by the device"))
     connector = FakeConnector()
     connector.open([region(0, 100 * 512)], 1)
     worker = make_worker(connector, verify="all")
     worker.hold("running", [[1]], 16)
     worker.hold("queued", [[2]], 16)
+    worker._side.take_digests([[3]], 0, 16, queued_here=True)
     assert going.wait(20)
     suspending = suspending_in_background(worker)
     suspending.join(0.2)
@@ -234,7 +236,8 @@ def test_no_digest_is_being_taken_when_the_memory_goes(monkeypatch: pytest.Monke
     may_end.set()
     suspending.join(20)
     assert not suspending.is_alive()
-    assert len(taken) == 1, "the queued one was never begun"
+    assert len(taken) == 2, "the queued one was never begun"
+    assert taken[1] == "by the device", "which does not stop because nobody wants it any more"
     assert worker.poll().expired == {"running", "queued"}
     with pytest.raises(ConnectorStateError, match="asleep or changing"):
         worker.hold("h", [[1]], 16)
@@ -271,13 +274,14 @@ def test_the_thread_looks_soon_again_when_a_pull_begins_to_read(
     slept: list[float] = []
     enough = threading.Event()
 
-    def sleep(seconds: float) -> None:
+    def wait(seconds: float) -> bool:
         slept.append(seconds)
         if len(slept) == 30:
             enough.set()
             monkeypatch.setattr(type(worker._puller), "is_moving", property(lambda _: False))
+        return False
 
-    monkeypatch.setattr(handoff, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(worker, "_is_noted", SimpleNamespace(wait=wait, set=lambda: None))
     monkeypatch.setattr(worker._puller, "take_begun", lambda: len(slept) == 15)
     monkeypatch.setattr(type(worker._puller), "is_moving", property(lambda _: True))
     worker.cancel("nothing")  # which wakes it
@@ -285,3 +289,18 @@ def test_the_thread_looks_soon_again_when_a_pull_begins_to_read(
     assert slept[0] == slept[15] == handoff.FASTEST_POLL_S
     assert slept[14] == slept[29] == handoff.SLOWEST_POLL_S
     assert sorted(slept[:15]) == slept[:15]
+
+
+def test_a_note_is_read_at_once_also_while_a_transfer_is_in_flight(
+    worker: HandoffWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoff, "FASTEST_POLL_S", 600.0)
+    monkeypatch.setattr(handoff, "SLOWEST_POLL_S", 600.0)
+    monkeypatch.setattr(worker, "_poll_s", 600.0)
+    monkeypatch.setattr(type(worker._puller), "is_moving", property(lambda _: True))
+    for _ in range(3):
+        read = threading.Event()
+        worker._post(read.set)
+        assert read.wait(20)
+    monkeypatch.undo()
+    worker._wake()

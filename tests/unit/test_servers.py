@@ -246,6 +246,19 @@ def test_free_ports_differ():
 
 
 @pytest.mark.parametrize(
+    ("given", "allowed"), [("12000 60999\n", range(10_000, 12_000)), ("1024 65535\n", range(1024, 65_536))]
+)
+def test_free_ports_are_none_that_a_connection_may_be_given_meanwhile(monkeypatch, tmp_path, given, allowed):
+    """Where there are others."""
+    path = tmp_path / "range"
+    path.write_text(given)
+    monkeypatch.setattr("kvx.servers._GIVEN_PORTS", path)
+    found = free_ports(20)
+    assert len(set(found)) == 20
+    assert set(found) <= set(allowed)
+
+
+@pytest.mark.parametrize(
     ("cores", "shares"),
     [({0, 1}, [(0,), (1,)]), ({3}, [(3,), (3,)]), ({0, 1, 2, 5, 7}, [(0, 1), (2, 5)])],
 )

@@ -26,7 +26,7 @@ CONCURRENCY = 4
 class Member:
     """One engine; its connectors in the order in which it prefers them. `measures`: its cache has no explicit size.
 
-    `stages`: of a pipeline. `arguments`: more of vLLM's.
+    `stages`: of a pipeline. `arguments`: more of vLLM's. `gpus`: those that it sees, and computes on the first of.
     """
 
     tp_size: int = 1
@@ -36,6 +36,7 @@ class Member:
     measures: bool = False
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    gpus: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -62,10 +63,18 @@ class Running:
 
 
 class Fleet:
-    """Of one model; stops all of them at the end. The stock engine is named `stock`."""
+    """Of one model; stops all of them at the end. The stock engine is named `stock`.
 
-    def __init__(self, model: Path, logs: Path, members: dict[str, Member], stock: Member | None = None) -> None:
+    `in_turn`: one request at a time, and the stock engine's answer counts whose prompt it had cached but for the last
+    token, as decode has it. So what is computed is the same to the last bit, where numbers are rounded too.
+    """
+
+    def __init__(
+        self, model: Path, logs: Path, members: dict[str, Member], stock: Member | None = None, *,
+        dtype: str = "float32", in_turn: bool = False,
+    ) -> None:  # fmt: skip
         self.model, self.members, self._stock_member = model, members, stock or Member()
+        self._dtype, self._in_turn = dtype, in_turn
         self.servers, self.client = Servers(logs), Client()
         self._running: dict[str, Running] = {}
         self._stock: Server | None = None
@@ -97,29 +106,39 @@ class Fleet:
             if running is not None:
                 self.servers.stop(running.server)
 
-    def stock_answers(self, asks: Sequence[Ask]) -> list[Answer]:
-        """What a single server without the plug-in says."""
+    def begin_stock(self) -> Server:
         if self._stock is None:
             stock = self._settings("stock", self._stock_member, free_ports(1)[0])
-            self._stock = self.servers.start(replace(stock, environment={"VLLM_PLUGINS": ""}))
-            self.servers.wait_healthy()
-        url = self._stock.url
+            self._stock = self.servers.start(replace(stock, environment={**stock.environment, "VLLM_PLUGINS": ""}))
+        return self._stock
+
+    def stock_answers(self, asks: Sequence[Ask]) -> list[Answer]:
+        """What a single server without the plug-in says."""
+        url = self.begin_stock().url
+        self.servers.wait_healthy()
+        if self._in_turn:
+            for ask in asks:
+                self.client.ask_single(url, ask)
         return [self.client.ask_single(url, ask) for ask in asks]
 
     def hand_off(self, prefill: Running, decode: Running, asks: Sequence[Ask]) -> list[Answer]:
-        with ThreadPoolExecutor(CONCURRENCY) as pool:
+        with ThreadPoolExecutor(1 if self._in_turn else CONCURRENCY) as pool:
             return list(pool.map(lambda ask: self.client.ask_pair(prefill.url, decode.url, ask), asks))
 
     def _settings(self, name: str, member: Member, port: int) -> EngineSettings:
         cores = share_cores(member.stages)  # as a tensor parallel engine's ranks have them
         binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, each)) for each in cores)}
         stages = ("--pipeline-parallel-size", str(member.stages)) if member.stages > 1 else ()
-        return EngineSettings(
-            name=name, model=self.model, port=port, tp_size=member.tp_size, cores=share_cores(1)[0],
+        on_cpu = EngineSettings(
+            name=name, model=self.model, port=port, tp_size=member.tp_size, cores=share_cores(1)[0], dtype=self._dtype,
             arguments=(*stages, *member.arguments), environment=binding if stages else {},
             block_size_tokens=member.block_size_tokens, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, kv_space_gib=1,
             explicit_blocks=None if member.measures else CACHE_TOKENS // member.block_size_tokens,
         )  # fmt: skip
+        if not member.gpus:
+            return on_cpu
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, member.gpus))}
+        return replace(on_cpu, device="cuda", eager=False, kv_space_gib=None, explicit_blocks=None, environment=visible)
 
     def _start(self, name: str, member: Member) -> Running:
         taken: set[int] = set()
