@@ -35,7 +35,7 @@ from kvx.tensor import views_of
 LAYERS, BLOCK_TOKENS, BLOCK_BYTES = 32, 16, 2 << 20
 CASES = {"2 MiB": KVCacheLayout.BLHNC, "64 KiB": KVCacheLayout.LBHNC}
 MODES: tuple[VerifyMode, ...] = ("off", "all")
-_LEAST_ROUND_S = 0.3
+_LEAST_ROUND_S = 1.0
 _MOST_REQUESTS = 256
 _OWNER_POLL_S = 1e-3
 
@@ -82,7 +82,9 @@ def _measure(name: str, layout: KVCacheLayout, settings: VerifySettings) -> dict
     """Both modes in turns, each in two processes of its own; the first round of each is not counted."""
     with ExitStack() as undo:
         pairs = {mode: _Pair(mode, layout, settings, undo) for mode in MODES}
-        requests = {mode: _requests(pair.seconds(2 * settings.in_flight), settings) for mode, pair in pairs.items()}
+        for pair in pairs.values():
+            pair.seconds(2 * settings.in_flight)
+        requests = {mode: _requests(pair.seconds(4 * settings.in_flight), settings) for mode, pair in pairs.items()}
         seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
         for number in range(settings.pairs):
             for mode in MODES if number % 2 else reversed(MODES):

@@ -8,7 +8,7 @@ The function itself, and what computes it where the cache is, are in `drivers.di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,19 +58,6 @@ def request_digests(
     after: object = None,
 ) -> list[GroupDigests]:
     """The same of every layer group at once; whole blocks of packed pages. `after`: a mark of the views' digester."""
-    return start_digests(views, groups, blocks, first_token, num_tokens, after=after)()
-
-
-def start_digests(
-    views: Views,
-    groups: Sequence[GroupGeometry],
-    blocks: Sequence[Sequence[int]],
-    first_token: int,
-    num_tokens: int,
-    *,
-    after: object = None,
-) -> Callable[[], list[GroupDigests]]:
-    """The same, begun: a device works by itself until somebody calls for the result (`Digester.start`)."""
     contents, present = [], []
     for group, of_group in zip(groups, blocks, strict=True):
         ids = np.asarray(of_group, dtype=np.int64)
@@ -80,10 +67,8 @@ def start_digests(
         has_block[has_block] = ids[positions[has_block]] >= 0
         contents.append(_content(views, group, ids[positions[has_block]], tokens[has_block]))
         present.append(has_block)
-    taking = digester_of(views).start(contents, after=after)
-    return lambda: [
-        GroupDigests(first_token, _spread(*given), given[1]) for given in zip(taking(), present, strict=True)
-    ]
+    taken = digester_of(views).take(contents, after=after)
+    return [GroupDigests(first_token, _spread(*given), given[1]) for given in zip(taken, present, strict=True)]
 
 
 def _spread(values: Bytes, present: npt.NDArray[np.bool_]) -> Bytes:

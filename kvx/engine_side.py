@@ -7,10 +7,10 @@ import logging
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from kvx import inject
 from kvx.addresses import AllowedHosts, network_of
 from kvx.connector import Connector, ConnectorState
-from kvx.digest import DIGEST_NAME, GroupDigests, digester_of, request_digests, start_digests
+from kvx.digest import DIGEST_NAME, GroupDigests, digester_of, request_digests
 from kvx.errors import ConnectorError, ConnectorStateError, KVXError
 from kvx.geometry import GroupGeometry
 from kvx.inject import Fault, Injector
@@ -252,7 +252,6 @@ class EngineSide:
         self.layout = ""
         self.is_suspended = False
         self._digester: ThreadPoolExecutor | None = None
-        self._not_queued: weakref.WeakSet[Future[list[GroupDigests]]] = weakref.WeakSet()
         self._digester_lock = threading.Lock()  # both threads take digests
         self._pull_numbers = itertools.count()
 
@@ -300,24 +299,15 @@ class EngineSide:
         return digester_of(self.views).mark()
 
     def take_digests(
-        self, blocks: Sequence[Sequence[int]], first_token: int, num_tokens: int, *, after: object = None,
-        queued_here: bool = False,
-    ) -> Future[list[GroupDigests]]:  # fmt: skip
-        """Digests of every layer group, taken on a thread of their own. `after`: a `mark`; without, reads at once.
-
-        `queued_here`: what the device does by itself is queued by the caller; a fraction of a millisecond, and threads
-        would spend more on taking turns.
-        """
-        given = (self.views, self.groups, blocks, first_token, num_tokens)
+        self, blocks: Sequence[Sequence[int]], first_token: int, num_tokens: int, *, after: object = None
+    ) -> Future[list[GroupDigests]]:
+        """Digests of every layer group, taken on a thread of their own. `after`: a `mark`; without, reads at once."""
+        take = partial(request_digests, self.views, self.groups, blocks, first_token, num_tokens, after=after)
         with self._digester_lock:
             self.require_cache()
             if self._digester is None:
                 self._digester = ThreadPoolExecutor(1, thread_name_prefix="kvx-digests")
-            if queued_here:
-                return self._digester.submit(start_digests(*given, after=after))
-            future = self._digester.submit(request_digests, *given, after=after)
-            self._not_queued.add(future)
-            return future
+            return self._digester.submit(take)
 
     def count_blocks(self, spec: Pull) -> int:
         """Our blocks that a pull fills."""
@@ -351,13 +341,11 @@ class EngineSide:
             )
 
     def end_digests(self) -> None:
-        """Wait for digests being taken, by a device too: they read the cache's memory. Others are cancelled."""
+        """Wait for digests being taken: they read the cache's memory. Those not begun are cancelled."""
         with self._digester_lock:
             digester, self._digester = self._digester, None
         if digester is not None:
-            for future in list(self._not_queued):
-                future.cancel()
-            digester.shutdown(wait=True)
+            digester.shutdown(wait=True, cancel_futures=True)
 
     # Faults
 

@@ -41,7 +41,7 @@ class Checker:
         self._side.injected_flip(spec.blocks, spec.first_token, spec.num_tokens)
         pull.phase, pull.deadline = Phase.CHECK, now + self._side.settings.transfer_deadline_s
         self._side.metrics.digests_expected += check.expected
-        future = self._side.take_digests(check.blocks, spec.first_token, spec.num_tokens, queued_here=True)
+        future = self._side.take_digests(check.blocks, spec.first_token, spec.num_tokens)
         future.add_done_callback(lambda done: self._side.post(partial(self._on_own_digests, pull, check, done)))
 
     def _on_page(self, pull: ActivePull, check: DigestCheck, ask: Digests, reply: Reply) -> None:

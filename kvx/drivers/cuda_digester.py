@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvx.drivers.cuda_kernel import CudaKernel, Table
-from kvx.drivers.digester import DIGEST_BYTES, Bytes, Content, Digester, Taking, keys_of
+from kvx.drivers.digester import DIGEST_BYTES, Bytes, Content, Digester, keys_of
 from kvx.errors import DriverUnavailable
 
 THREADS = 128
@@ -54,22 +54,17 @@ class CudaDigester(Digester):
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def start(self, contents: Sequence[Content], *, after: object = None) -> Taking:
+    def take(self, contents: Sequence[Content], *, after: object = None) -> list[Bytes]:
         if any(content.transposed is not None for content in contents):
             raise DriverUnavailable("transposed pages", "kvx takes no digests of them on a GPU", "set verify to off")
         wanted = [content for content in contents if len(content.token_offsets)]
-        taking = self._launch(wanted, after) if wanted else list
+        taken = iter(self._take(wanted, after) if wanted else [])
+        return [
+            next(taken) if len(content.token_offsets) else np.empty((content.num_heads, 0, DIGEST_BYTES), np.uint8)
+            for content in contents
+        ]
 
-        def taken() -> list[Bytes]:
-            found = iter(taking())
-            return [
-                next(found) if len(content.token_offsets) else np.empty((content.num_heads, 0, DIGEST_BYTES), np.uint8)
-                for content in contents
-            ]
-
-        return taken
-
-    def _launch(self, contents: Sequence[Content], after: object) -> Taking:
+    def _take(self, contents: Sequence[Content], after: object) -> list[Bytes]:
         keys = [self._keys_on_device(content.num_words) for content in contents]
         sizes = [content.num_heads * len(content.token_offsets) * DIGEST_BYTES // 8 for content in contents]
         head = _head_words(contents)
@@ -84,17 +79,13 @@ class CudaDigester(Digester):
             mirrored_bytes=head * 8,
             returned_bytes=sum(sizes) * 8,
         )
-
-        def taken() -> list[Bytes]:
-            self._kernel.wait(table)
-            values = table.words[head : head + sum(sizes)].view(np.uint8).copy()
-            self._kernel.give_back(table)
-            parts = np.split(values, np.cumsum(sizes)[:-1] * 8)
-            return [
-                part.reshape(content.num_heads, -1, DIGEST_BYTES) for part, content in zip(parts, contents, strict=True)
-            ]
-
-        return taken
+        self._kernel.wait(table)
+        values = table.words[head : head + sum(sizes)].view(np.uint8).copy()
+        self._kernel.give_back(table)
+        parts = np.split(values, np.cumsum(sizes)[:-1] * 8)
+        return [
+            part.reshape(content.num_heads, -1, DIGEST_BYTES) for part, content in zip(parts, contents, strict=True)
+        ]
 
     def _keys_on_device(self, num_words: int) -> int:
         """Made once for each shape of content, and kept."""

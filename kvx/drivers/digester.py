@@ -12,7 +12,7 @@ mind in which order its parts are added, so any number of threads may work on on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -32,7 +32,6 @@ _WORD_BYTES: Final = 8
 Bytes = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
-Taking = Callable[[], list[Bytes]]
 
 
 @dataclass(frozen=True)
@@ -86,18 +85,13 @@ class Digester(ABC):
         return None
 
     @abstractmethod
-    def start(self, contents: Sequence[Content], *, after: object = None) -> Taking:
-        """Queue what the device does by itself, and nothing else. The result is to be called once, on any thread: it
-        gives [H, n, 16] for each of `contents`, when they are there.
+    def take(self, contents: Sequence[Content], *, after: object = None) -> list[Bytes]:
+        """[H, n, 16] for each of `contents`; returns when they are there.
 
         Addresses are not checked: whoever calls knows that all of it is committed, and that nobody writes there.
         `after`: a `mark`; reading begins when what it stands for has run. `DriverError` when the device has failed.
         `DriverUnavailable`: something is transposed, and this digester cannot read that.
         """
-
-    def take(self, contents: Sequence[Content], *, after: object = None) -> list[Bytes]:
-        """`start`, and wait."""
-        return self.start(contents, after=after)()
 
 
 @lru_cache(maxsize=16)
@@ -128,11 +122,11 @@ def keys_of(num_words: int) -> Words:
 
 
 class HostDigester(Digester):
-    """numpy, on the thread that wants the result."""
+    """numpy, inside the call."""
 
-    def start(self, contents: Sequence[Content], *, after: object = None) -> Taking:
+    def take(self, contents: Sequence[Content], *, after: object = None) -> list[Bytes]:
         del after  # a host has no streams
-        return lambda: [_digests_of(content) for content in contents]
+        return [_digests_of(content) for content in contents]
 
 
 def _digests_of(content: Content) -> Bytes:
