@@ -20,8 +20,10 @@ from ..errors import EngineError
 
 @dataclass(frozen=True)
 class KnownVersion:
-    """One vLLM release that kvx knows. `proven`: engines with a growing cache and pairs answered as stock ones did, with
-    digests and negative controls. `shown` says what else was run and where."""
+    """One vLLM release that kvx knows; `shown` says what was run, and where.
+
+    `proven`: engines with a growing cache and pairs answered as stock ones did, with digests and negative controls.
+    """
 
     release: str
     proven: bool
@@ -30,7 +32,7 @@ class KnownVersion:
 
 KNOWN = (
     KnownVersion("0.32", True, "on CPU: the whole test suite"),
-    KnownVersion("0.33", True, "on H200s: memory, pairs of one and two GPUs, unequal ranks; the faults on 0.32 alone"),
+    KnownVersion("0.33", True, "on H200s: memory, pairs on one and two GPUs, unequal ranks; no faults"),
 )
 
 #: Every function of vLLM that the seam wraps, calls, overrides or counts on, and every field that it sets.
