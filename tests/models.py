@@ -55,6 +55,18 @@ def _sliding(vocabulary: int) -> Any:
     )  # fmt: skip
 
 
+def _shared(vocabulary: int) -> Any:
+    """Gemma 4's: the last layers have no keys and values of their own, but read those of the last layer of their kind
+    that has some."""
+    from transformers import Gemma4TextConfig
+
+    return Gemma4TextConfig(
+        **_common(vocabulary), num_key_value_heads=2, head_dim=HEAD_SIZE, sliding_window=SLIDING_WINDOW_TOKENS,
+        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2), num_kv_shared_layers=LAYERS // 2,
+        hidden_size_per_layer_input=0,
+    )  # fmt: skip
+
+
 def _mla(vocabulary: int) -> Any:
     """DeepSeek-V2-Lite's attention and stretched positions; all its layers dense.
 
@@ -97,6 +109,7 @@ CONFIGS: dict[str, Callable[[int], Any]] = {
     "dense": lambda vocabulary: _llama(vocabulary, 2),
     "one-kv-head": lambda vocabulary: _llama(vocabulary, 1),
     "sliding": _sliding,
+    "shared": _shared,
     "mla": _mla,
     "hybrid": _hybrid,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -22,8 +23,9 @@ from kvx.verify.engines import RunSettings
 from kvx.verify.model import cache_folder, checkpoint_of
 from kvx.verify.report import EXTERNAL_HITS, LOCAL_HITS
 
-from ..models import ARGUMENTS, SLIDING_WINDOW_TOKENS, download_gemma, make
+from ..models import ARGUMENTS, HEAD_SIZE, LAYERS, SLIDING_WINDOW_TOKENS, download_gemma, make
 from .conftest import RunningPair, start_pair
+from .fleet import Fleet, Member, require_right
 from .test_verify import DEADLINE_S, run_verify
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.pairs, pytest.mark.timeout(DEADLINE_S)]
@@ -32,7 +34,7 @@ QUESTIONS = 16
 NEW_TOKENS = 16
 ABSENT = -1
 #: The small models, and the block size that each is run with. vLLM on a CPU has MLA in blocks of 16 tokens alone.
-BLOCK_TOKENS = {"sliding": 32, "mla": 16}
+BLOCK_TOKENS = {"sliding": 32, "shared": 32, "mla": 16}
 GEMMA_QUESTIONS, GEMMA_WINDOW_TOKENS = 8, 512
 GIB = 1 << 30
 PROBLEMS = Path(kvx.verify.__file__).with_name("word_problems.jsonl")
@@ -132,6 +134,33 @@ def test_of_a_sliding_window_its_tail_alone_is_held_and_moved(compared: Compared
     answer = pair.client.ask_pair(pair.prefill.url, pair.decode.url, wanted)
     assert answer.tokens == pair.single(wanted).tokens
     assert present[1] < moved("kvx_transfer_blocks_total") <= present[1] + window_blocks
+
+
+def test_what_a_drafter_keeps_is_handed_off_too(model: Path, tmp_path: Path) -> None:
+    """Decode accepts as many of its drafts as one server that has computed all by itself: the drafter is the model."""
+    folder = make("dense", tmp_path)
+    speculation = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    drafting = Member(arguments=("--speculative-config", json.dumps(speculation)))
+    numbers = random.Random(2)
+    asks = [
+        Ask(f"draft-{number}", numbers.choices(range(1000, 20000), k=64 * number + 1), NEW_TOKENS, ignore_eos=True)
+        for number in range(1, 6)
+    ]
+    with Fleet(folder, tmp_path, {"a": drafting, "b": drafting}, drafting, in_turn=True) as fleet:
+        fleet.stock_answers(asks)
+        accepted = accepted_drafts(fleet, fleet.begin_stock().url)
+        alone = [fleet.client.ask_single(fleet.begin_stock().url, ask).error for ask in asks]
+        assert alone == [""] * len(asks)
+        accepted_alone = accepted_drafts(fleet, fleet.begin_stock().url) - accepted
+        prefill, decode = fleet.get("a", "b")
+        moved = require_right(fleet, prefill, decode, asks)
+        assert accepted_drafts(fleet, decode.url) == accepted_alone > 0
+    keys_and_values_bytes = 2 * 2 * HEAD_SIZE * 4  # two heads, float32
+    assert moved.num_bytes == moved.num_blocks * 2 * LAYERS * 64 * keys_and_values_bytes, "two models' layers"
+
+
+def accepted_drafts(fleet: Fleet, url: str) -> float:
+    return fleet.client.counters(url)["vllm:spec_decode_num_accepted_tokens_total"]
 
 
 def test_a_model_that_keeps_a_state_is_refused_in_one_sentence(model: Path, tmp_path: Path) -> None:
