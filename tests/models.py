@@ -158,8 +158,8 @@ def _draw(model: Any) -> None:
         if weights.ndim > 1:
             gain = max([1.0, *(_GAINS[part] for part in parts & set(_GAINS))])
             torch.nn.init.normal_(weights, std=gain / weights[0].numel() ** 0.5)
-        elif model.config.model_type == "gemma3_text" and parts & _NORMS_OF_GEMMA:
-            torch.nn.init.constant_(weights, 3.0)  # its norms multiply by one more than their weights
+        elif model.config.model_type in _FOURFOLD and parts & _NORMS_OF_GEMMA:
+            torch.nn.init.constant_(weights, _FOURFOLD[model.config.model_type])
 
 
 _GAINS = dict.fromkeys(("q_proj", "k_proj", "kv_a_proj_with_mqa"), 2.0) | dict.fromkeys(
@@ -167,6 +167,7 @@ _GAINS = dict.fromkeys(("q_proj", "k_proj", "kv_a_proj_with_mqa"), 2.0) | dict.f
 )
 # Here norms decide these sizes, whatever the matrices are.
 _NORMS_OF_GEMMA = {"q_norm", "post_attention_layernorm", "post_feedforward_layernorm"}
+_FOURFOLD = {"gemma3_text": 3.0, "gemma4_text": 4.0}  # norms of the former multiply by one more than their weights
 
 
 def download_gemma(folder: Path) -> Path:
