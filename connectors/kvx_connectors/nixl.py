@@ -113,6 +113,8 @@ class NixlConnector(Connector):
         _leave_rdma_out()
         self._reads_in_pieces = _has_only(_READS_ARE_SENT)
         _send_pieces_whole(self._reads_in_pieces)
+        if self._reads_in_pieces:
+            _say_nothing_unasked()
         if self.data_address and is_loopback(self.data_address):
             _listen_on_loopback()
         self._rows = [(region.address, region.nbytes, self._device_id, "") for region in regions]
@@ -356,6 +358,15 @@ def _send_pieces_whole(in_pieces: bool) -> None:
     os.environ.setdefault("UCX_TCP_RX_SEG_SIZE", str(MESSAGE_BYTES))
     if in_pieces:
         os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", str(MESSAGE_BYTES))
+
+
+def _say_nothing_unasked() -> None:
+    """UCX would write to each peer every 20 s, to see whether it is there.
+
+    To a reader that has given up, such a message ends the connection. Where that comes after the reader's last request
+    and before the owner has read it, the reply fails, and UCX ends the owner.
+    """
+    os.environ.setdefault("UCX_KEEPALIVE_INTERVAL", "inf")
 
 
 def _listen_on_loopback() -> None:

@@ -81,6 +81,11 @@ class Hosts(Network):
         for name in names:
             tc(name, "delete", "dev", LINK, "root")
 
+    def bytes_unanswered(self, side: int, but_port: int) -> int:
+        """What one of the two has written to its connections, but those of one port, and the other's host not seen."""
+        found = _run("ip", "netns", "exec", self.names[side], "ss", "-Htn", "sport", "!=", f":{but_port}")
+        return sum(int(line.split()[2]) for line in found.splitlines() if f" {self.addresses[side]}:" in line)
+
     def bytes_sent(self, side: int = 0) -> int:
         """By one of the two, over the link."""
         [found] = json.loads(ip("-n", self.names[side], "-json", "-statistics", "link", "show", LINK))

@@ -23,6 +23,8 @@ ROUNDS = 2
 TOKENS, FEW_TOKENS = 1000, 64
 SPEED, SOME_BYTES = 6_000_000, 4_000_000
 LEASE_S, GRACE_S, DEADLINE_S, CUT_S, RECOVERY_S = 3.0, 1.0, 5.0, 6.0, 30.0
+ASKS_S = 21.0
+"""UCX, left to itself, asks each peer every 20 s whether it is there."""
 LARGE, SMALL = 128, 16
 """Tokens of a block; of the first, a request is 30 descriptors of 1.5 MB, of the other one 2,000 of 24 KB."""
 
@@ -69,7 +71,9 @@ class Pair:
     def _hand_off(self, num_tokens: int) -> str:
         self._seed += 1
         name = f"request {self._seed}"
-        self.reader.resume(name, self.owner.prefill(name, num_tokens, self._seed), num_tokens, self._seed)
+        place = self.owner.prefill(name, num_tokens, self._seed)
+        self.owner_port = place.port
+        self.reader.resume(name, place, num_tokens, self._seed)
         return name
 
     def _start(self, side: int) -> Remote:
@@ -143,3 +147,15 @@ def test_an_owner_survives(pairs: Callable[..., Pair], fault: Callable[[Pair], N
     for _ in range(ROUNDS):
         fault(pair)
         pair.require_next()
+
+
+def test_an_owner_asks_nothing_of_a_reader_that_may_be_gone(pairs: Callable[..., Pair]) -> None:
+    """Where the reader's last request comes late, what was asked ends the connection before the reply (ADR 7)."""
+    pair = pairs(lease_s=2 * ASKS_S)  # as long it looks
+    name = pair.begin()
+    pair.hosts.cut()
+    assert pair.outcome(name)["cause"] in {"timeout", "transfer_failed"}
+    before = pair.hosts.bytes_unanswered(0, pair.owner_port)
+    time.sleep(ASKS_S)
+    assert pair.hosts.bytes_unanswered(0, pair.owner_port) == before
+    assert pair.owner.num_used(), "it still holds the blocks, and so it has looked"

@@ -270,5 +270,6 @@ def test_messages_are_as_long_as_pieces_where_reads_are_sent(
     connector.open([region(0, 1000)], 2)
     assert os.environ["UCX_TCP_RX_SEG_SIZE"] == str(nixl.MESSAGE_BYTES), "whatever the peer sends"
     assert os.environ.get("UCX_TCP_TX_SEG_SIZE") == (str(nixl.MESSAGE_BYTES) if in_pieces else None)
+    assert os.environ.get("UCX_KEEPALIVE_INTERVAL") == ("inf" if in_pieces else None)
     connector.submit(Op.READ, peer_of(connector, "theirs"), runs((0, 0, 200)), deadline_s=30.0)
     assert isinstance(connector._pending[0].handle, nixl.Pieces) is in_pieces
