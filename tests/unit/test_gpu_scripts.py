@@ -44,7 +44,7 @@ def transfer_report(*sides: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("transfer", 3), ("offload", 1), ("two-gpus", 2), ("pd", 5), ("tests", 3), ("identity", 10), ("memory", 9)],
+    [("transfer", 3), ("offload", 1), ("two-gpus", 2), ("pd", 5), ("tests", 4), ("identity", 10), ("memory", 9)],
 )
 def test_every_command_is_one_that_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: int
