@@ -118,6 +118,7 @@ class FaultEngine(Engine):
         self.running: dict[str, Work] = {}
         self.ended: dict[str, dict[str, Any]] = {}
         self.gate = Gate(self.connector)
+        self._ask_late_where_gated()
         if config.offloads:
             self._open_offload()
         signal.signal(signal.SIGTERM, self._on_terminate)
@@ -126,6 +127,22 @@ class FaultEngine(Engine):
         """As vLLM ends its workers."""
         self.close()
         raise SystemExit
+
+    def _ask_late_where_gated(self) -> None:
+        """For the owner's digests, not before all has been read: so whatever comes to the owner comes before them."""
+        checker = self.worker._puller._checker
+        ask, start = checker.ask, checker.start
+
+        def ask_unless_gated(pull: Any) -> None:
+            if not self.gate.is_armed:
+                ask(pull)
+
+        def ask_and_start(pull: Any, now: float) -> None:
+            if pull.check is None:
+                ask(pull)
+            start(pull, now)
+
+        checker.ask, checker.start = ask_unless_gated, ask_and_start
 
     # Requests
 
