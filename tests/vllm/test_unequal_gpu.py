@@ -136,22 +136,6 @@ def answers_as_one(fleets: dict[str, Fleet], fleet: str, prefill: str, decode: s
 
 
 @needs_two
-@pytest.mark.parametrize(
-    ("fleet", "prefill", "decode"),
-    [
-        ("ranks", "two", "one"),
-        ("ranks", "one", "two"),
-        ("ranks", "two", "two-more"),
-        ("ranks", "one", "two-ipc"),
-    ],
-)
-def test_engines_of_unequal_ranks_answer_as_one(
-    fleets: dict[str, Fleet], fleet: str, prefill: str, decode: str
-) -> None:
-    print(answers_as_one(fleets, fleet, prefill, decode))
-
-
-@needs_two
 @pytest.mark.parametrize(("fleet", "prefill", "decode"), [("one-kv-head", "two", "one"), ("one-kv-head", "one", "two")])
 def test_a_head_that_two_ranks_hold_is_read_once(
     fleets: dict[str, Fleet], fleet: str, prefill: str, decode: str
@@ -166,6 +150,10 @@ def test_a_head_that_two_ranks_hold_is_read_once(
 @pytest.mark.parametrize(
     ("fleet", "prefill", "decode"),
     [
+        pytest.param("ranks", "two", "one", marks=needs_two),
+        pytest.param("ranks", "one", "two", marks=needs_two),
+        pytest.param("ranks", "two", "two-more", marks=needs_two),
+        pytest.param("ranks", "one", "two-ipc", marks=needs_two),
         ("blocks", "b32", "b64"),
         ("blocks", "b64", "b32"),
         ("blocks", "b128", "b32"),
@@ -174,7 +162,7 @@ def test_a_head_that_two_ranks_hold_is_read_once(
         ("sliding", "a", "b"),
     ],
 )
-def test_engines_on_one_gpu_each_answer_as_one(fleets: dict[str, Fleet], fleet: str, prefill: str, decode: str) -> None:
+def test_unequal_engines_answer_as_one(fleets: dict[str, Fleet], fleet: str, prefill: str, decode: str) -> None:
     print(answers_as_one(fleets, fleet, prefill, decode))
 
 
