@@ -94,6 +94,7 @@ def _hybrid(vocabulary: int) -> Any:
     """Granite 4's: Mamba 2 layers, which keep a state, between attention without positions; no experts.
 
     LFM2 would be smaller, but on a CPU vLLM turns its queries and keys wrongly, as those of `_mla` without stretching.
+    A prompt is one chunk: vLLM's CPU kernel gives back one state for each request, and vLLM takes them for one a chunk.
     """
     from transformers import GraniteMoeHybridConfig
 
@@ -101,7 +102,7 @@ def _hybrid(vocabulary: int) -> Any:
         **_common(vocabulary) | {"hidden_size": HEADS * HEAD_SIZE}, num_key_value_heads=2,
         layer_types=["linear_attention", "full_attention"] * (LAYERS // 2), attention_multiplier=HEAD_SIZE**-0.5,
         position_embedding_type=None, num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=2 * HIDDEN,
-        mamba_n_heads=HEADS, mamba_d_state=16, mamba_expand=1, mamba_chunk_size=64,
+        mamba_n_heads=HEADS, mamba_d_state=16, mamba_expand=1, mamba_chunk_size=4096,
     )  # fmt: skip
 
 
@@ -114,8 +115,12 @@ CONFIGS: dict[str, Callable[[int], Any]] = {
     "hybrid": _hybrid,
 }
 
-#: What a vLLM server of a model needs beside it: on some processors it has another kind of MLA, in bfloat16 alone.
-ARGUMENTS: dict[str, tuple[str, ...]] = {"mla": ("--attention-backend", "CPU_MLA")}
+#: What a vLLM server of a model needs beside it. On some processors it has another kind of MLA, in bfloat16 alone. For
+#: a prefix cache of states it wants those in the middle of a prompt from its CPU kernel, which does not give them.
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "mla": ("--attention-backend", "CPU_MLA"),
+    "hybrid": ("--no-enable-prefix-caching",),
+}
 
 
 def make(name: str, folder: Path) -> Path:

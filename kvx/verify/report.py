@@ -160,15 +160,18 @@ def _transfer(findings: Findings) -> dict[str, Any]:
 
 def _external_hits(findings: Findings) -> dict[str, Any]:
     """Observed: vLLM's count of tokens loaded. Expected: after hand-offs every prompt token that decode had not cached
-    itself; from host memory, and where fallbacks are expected, as many as kvx says it has loaded.
+    itself, but those that it is left to compute; from host memory, and where fallbacks are expected, as many as kvx
+    says it has loaded.
     """
-    asked = sum(len(answer.prompt_tokens) for answer in findings.all_answers)
+    prompts = [len(answer.prompt_tokens) for answer in findings.all_answers]
     local = int(findings.decode_counters.get(LOCAL_HITS, 0))
+    told = (status.get("external_hits", {}) for status in findings.engines.values())
+    left = max((hits.get("left_tokens", 0) for hits in told), default=0)
     return {
-        "expected": _expected_hits(findings, asked - local),
+        "expected": _expected_hits(findings, sum(max(0, tokens - left) for tokens in prompts) - local),
         "observed": int(findings.decode_counters.get(EXTERNAL_HITS, 0)),
         "local": local,
-        "prompt_tokens": asked,
+        "prompt_tokens": sum(prompts),
     }
 
 

@@ -29,6 +29,7 @@ GROWABLE = {
     "FLASHMLA": _PLAIN,
     "FLASH_ATTN_MLA": _PLAIN,
     "TRITON_MLA": _PLAIN,
+    "MAMBA2_ATTN": _PLAIN,
 }
 
 
@@ -38,8 +39,6 @@ class Probe:
 
     device_type: str
     backends: tuple[str, ...]
-    recurrent: tuple[str, ...] = ()
-    """Those of the backends that keep a state instead of an entry for each token."""
 
 
 def bridge_configured(vllm_config: Any) -> bool:
@@ -116,11 +115,6 @@ def reason_for_stock(vllm_config: Any, probes: Iterable[Probe]) -> str | None:
             return f"kvx keeps vLLM's own KV cache: it has no memory driver for the device {probe.device_type!r} yet."
         if not probe.backends:
             return "kvx keeps vLLM's own KV cache: this model has no attention layer whose cache could grow."
-        if probe.recurrent:
-            return (
-                f"kvx keeps vLLM's own KV cache: layers of this model keep a state ({', '.join(probe.recurrent)}), "
-                "which kvx cannot hand off yet; it takes models with attention in every layer."
-            )
         cache_dtype = vllm_config.cache_config.cache_dtype
         unknown = [name for name in probe.backends if cache_dtype not in GROWABLE.get(name, ())]
         if unknown:

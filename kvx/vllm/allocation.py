@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from ..spec import AttentionKind, Segment, SegmentTable, align_capacity
 
 #: The kernels of vLLM's CPU attention that keep keys transposed, [C, N], and values token after token behind them.
 _KEYS_TRANSPOSED = ("vec", "vec16")
+#: vLLM's views of states, which are of several types, are of the whole allocation's.
+_STATE_VIEW = torch.int8
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,11 @@ def group_geometries(
                 {name: views[name] for name in group.layer_names},
                 base_address=base_address,
                 capacity_blocks=capacity_blocks,
-                block_size_tokens=spec.block_size,
+                block_size_tokens=1 if kind is AttentionKind.RECURRENT else spec.block_size,
                 heads=_heads(kind, spec, tp_rank, tp_size, total_kv_heads),
-                dtype=str(spec.dtype).removeprefix("torch."),
+                dtype=str(getattr(spec, "dtype", _STATE_VIEW)).removeprefix("torch."),
                 sliding_window_tokens=getattr(spec, "sliding_window", None),
-                page_format=order.packed_as,
+                page_format=_state_format(spec) if kind is AttentionKind.RECURRENT else order.packed_as,
                 transposed_bytes=content_bytes // 2 if order.has_transposed_keys else 0,
             )
         )
@@ -139,13 +141,52 @@ def page_orders(vllm_config: Any) -> dict[str, PageOrder]:
     }
 
 
+def scratch_blocks(kv_cache_config: Any) -> tuple[int | None, ...]:
+    """By transferable layer group, how many blocks for drafts vLLM keeps behind a request's state.
+
+    None for a group that keeps an entry for each token instead of a state: its spec has no such number.
+    """
+    return tuple(
+        getattr(next(iter(_layer_specs(group.kv_cache_spec))), "num_speculative_blocks", None)
+        for group in kv_cache_config.transfer_groups
+    )
+
+
+def left_tokens(kv_cache_config: Any) -> int:
+    """Of a prompt's last tokens, how many decode computes itself.
+
+    One where a group keeps a state: the first new token is computed from the prompt's last, which a state must not
+    take in twice. Without states that token is computed again over what was handed off of it, which changes nothing.
+    """
+    return int(any(scratch is not None for scratch in scratch_blocks(kv_cache_config)))
+
+
+def _layer_specs(spec: Any) -> Collection[Any]:
+    """Of each layer of a group where they have their own, else the one of all."""
+    return getattr(spec, "kv_cache_specs", {"": spec}).values()
+
+
+def _state_format(spec: Any) -> str:
+    """What a page holds, which its size alone does not say: `mamba2: float32[35, 192], float32[4, 32, 16]`."""
+    parts = (
+        f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    return f"{spec.mamba_type.name.lower()}: {', '.join(parts)}"
+
+
 def _cpu_order(isa: str) -> PageOrder:
     return PageOrder(True) if isa in _KEYS_TRANSPOSED else PageOrder(packed_as=f"CPU_ATTN/{isa}")
 
 
 def _heads(kind: AttentionKind, spec: Any, tp_rank: int, tp_size: int, total_kv_heads: int) -> HeadRange:
-    """KV heads that this rank holds. With more ranks than heads, neighbouring ranks hold the same head."""
-    if kind is AttentionKind.MLA:
+    """KV heads that this rank holds. With more ranks than heads, neighbouring ranks hold the same head.
+
+    A state counts as one head, of which every rank has a part of its own unless all have the same one.
+    """
+    if kind is AttentionKind.RECURRENT and not spec.tp_replicated:
+        return HeadRange(start=tp_rank, count=1, total=tp_size)
+    if kind in (AttentionKind.MLA, AttentionKind.RECURRENT):
         return HeadRange(start=0, count=1, total=1)
     count = int(spec.num_kv_heads)
     total = max(total_kv_heads, count)
@@ -157,14 +198,15 @@ def _kind(spec: Any) -> AttentionKind:
     """What a spec holds, for the ones that kvx can hand off.
 
     Raises:
-        LayoutError: any other; recurrent state among them, of which vLLM keeps one block for many tokens.
+        LayoutError: any other.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
     kinds = {
         FullAttentionSpec: AttentionKind.FULL_ATTENTION,
         MLAAttentionSpec: AttentionKind.MLA,
         SlidingWindowSpec: AttentionKind.SLIDING_WINDOW,
+        MambaSpec: AttentionKind.RECURRENT,
     }
     found = kinds.get(type(spec))
     if found is None:

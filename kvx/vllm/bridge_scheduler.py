@@ -11,7 +11,7 @@ from ..handoff import Failure
 from ..ranks import MOST_RANKS
 from ..secret import read_secret
 from ..ticket import LONGEST_TICKET, Ticket, write_ticket
-from . import settings
+from . import allocation, settings
 from .bridge_offload import OffloadScheduler, OffloadWork, RankReport
 from .steps import CoreSteps
 
@@ -136,6 +136,8 @@ class BridgeScheduler:
         self._instances: tuple[str, ...] = ()
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._tp_size: int = vllm_config.parallel_config.tensor_parallel_size
+        self._scratch_blocks = allocation.scratch_blocks(kv_cache_config)
+        self._left_tokens = allocation.left_tokens(kv_cache_config)
         self._work = StepWork()
         self.steps = CoreSteps()
         self._pulling: dict[str, dict[str, Any]] = {}  # request -> its kv_transfer_params
@@ -151,6 +153,8 @@ class BridgeScheduler:
 
     def added(self, request: Any) -> None:
         """vLLM has queued the request; when it will have blocks for it nobody knows."""
+        if self._left_tokens and (request.kv_transfer_params or {}).get("do_remote_decode"):
+            _leave_last_token(request)
         remote = RemotePrefill.of(request)
         if remote is not None and not remote.malformed:
             self._work.waits.append(WaitWork(request.request_id, remote))
@@ -161,7 +165,7 @@ class BridgeScheduler:
         From the prefill side where there is one, otherwise from host memory.
         """
         if RemotePrefill.of(request) is not None:
-            tokens = request.num_prompt_tokens - num_computed_tokens
+            tokens = self._handed_off_tokens(request) - num_computed_tokens
         else:
             tokens = self.offload.match(request, num_computed_tokens)
         return (tokens, True) if tokens > 0 else (0, False)
@@ -178,10 +182,11 @@ class BridgeScheduler:
         self.offload.admitted(request, chosen, 0 if remote is not None else num_external_tokens)
         if remote is None or (remote.malformed and not num_external_tokens):
             return
-        first_token = request.num_prompt_tokens - num_external_tokens
+        end = self._handed_off_tokens(request)
+        first_token = end - num_external_tokens
         if num_external_tokens > 0:
             self._pulling[request.request_id] = params
-        blocks = self._positions(block_ids)
+        blocks = self._positions(block_ids, end)
         self._work.pulls.append(PullWork(request.request_id, remote, blocks, first_token, num_external_tokens))
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
@@ -238,7 +243,7 @@ class BridgeScheduler:
         return work
 
     def _hold(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        blocks = self._positions(block_ids)
+        blocks = self._positions(block_ids, request.num_computed_tokens)
         if not any(block != ABSENT for group in blocks for block in group):
             return False, None
         self._work.holds.append(HoldWork(request.request_id, blocks, request.num_computed_tokens))
@@ -249,7 +254,10 @@ class BridgeScheduler:
             "remote_request_id": request.request_id,
             "remote_host": self._settings.side_channel_host,
             "remote_port": self._port,
-            "remote_block_ids": [list(group) for group in blocks],
+            "remote_block_ids": [
+                list(group if scratch is None else group[-1:])
+                for group, scratch in zip(blocks, self._scratch_blocks, strict=True)
+            ],
             "remote_num_tokens": request.num_computed_tokens,
             "tp_size": self._tp_size,
             **self._ticket(request.request_id, request.num_computed_tokens),
@@ -269,7 +277,40 @@ class BridgeScheduler:
         )
         return {TICKET: write_ticket(self._secret, ticket)}
 
-    def _positions(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """Block lists of the transferable groups, by position; vLLM's null block is where a window has moved on."""
+    def _handed_off_tokens(self, request: Any) -> int:
+        """Of a prompt, those that come from the prefill side where nothing is cached here."""
+        return max(0, int(request.num_prompt_tokens) - self._left_tokens)
+
+    def _positions(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """Block lists of the transferable groups, by position; vLLM's null block is where a window has moved on.
+
+        A state is at the position of the last of the `num_tokens` that it has taken in.
+        """
         chosen = self._kv_cache_config.select_transfer_block_ids([list(group) for group in block_ids])
-        return tuple(tuple(ABSENT if block == NULL_BLOCK else block for block in group) for group in chosen)
+        lists = (
+            group if scratch is None else _state_at(group, scratch, num_tokens)
+            for group, scratch in zip(chosen, self._scratch_blocks, strict=True)
+        )
+        return tuple(tuple(ABSENT if block == NULL_BLOCK else block for block in group) for group in lists)
+
+
+def _state_at(group: Sequence[int], scratch: int, num_tokens: int) -> list[int]:
+    """vLLM keeps a request's running state in the last block before those for drafts, whatever is before it."""
+    blocks = group[: max(1, len(group) - scratch)]
+    return [*[ABSENT] * (num_tokens - 1), blocks[-1]] if blocks and num_tokens else []
+
+
+def _leave_last_token(request: Any) -> None:
+    """Have prefill compute a prompt of several tokens up to its last one, and nothing behind that: `left_tokens`.
+
+    vLLM has built the request already, and reads these fields in each step.
+    """
+    if request.num_prompt_tokens < 2 or request.get_skip_reading_prefix_cache():
+        return  # decode loads nothing of it
+    for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+        prompt = getattr(request, name)
+        if prompt is not None:
+            setattr(request, name, prompt[:-1])
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1

@@ -382,7 +382,10 @@ class BridgeWorker:
                 **self._seam.report(registered_bytes),
                 "layer_groups": len(self._kv_cache_config.transfer_groups),
             },
-            "external_hits": {"received_tokens": self._received_tokens},
+            "external_hits": {
+                "received_tokens": self._received_tokens,
+                "left_tokens": allocation.left_tokens(self._kv_cache_config),
+            },
         }
 
 

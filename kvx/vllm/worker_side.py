@@ -282,9 +282,8 @@ def kvx_probe(worker: Any) -> activation.Probe:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     layers = get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)
-    backends = {backend.get_name(): backend for backend in (layer.get_attn_backend() for layer in layers.values())}
-    recurrent = (name for name, backend in backends.items() if backend.is_ssm())
-    return activation.Probe(worker.device.type, tuple(sorted(backends)), tuple(sorted(recurrent)))
+    backends = {layer.get_attn_backend().get_name() for layer in layers.values()}
+    return activation.Probe(worker.device.type, tuple(sorted(backends)))
 
 
 def kvx_keep_stock(worker: Any) -> None:

@@ -148,6 +148,14 @@ def test_recomputed_prompt_tokens_show_in_the_external_hits(findings):
     assert failing(report) == ["external hits as expected"]
 
 
+def test_tokens_that_decode_is_left_to_compute_are_no_external_hits(findings):
+    findings.engines["decode"]["external_hits"] = {"received_tokens": 2, "left_tokens": 1}
+    assert failing(build(findings)) == ["external hits as expected"]
+    report = build(dataclasses.replace(findings, decode_counters={LOCAL_HITS: 2.0, EXTERNAL_HITS: 2.0}))
+    assert report["external_hits"] == {"expected": 2, "observed": 2, "local": 2, "prompt_tokens": 6}
+    assert report["passed"]
+
+
 def test_nothing_checked_is_a_failure(findings):
     findings.engines["decode"]["digests"]["checked"] = 5
     assert failing(build(findings)) == ["digests of everything moved"]

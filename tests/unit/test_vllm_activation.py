@@ -36,9 +36,9 @@ def test_attention_that_keeps_nothing_of_the_whole_cache_may_grow(backends: tupl
         ),
         (Probe("cuda", ("TRITON_ATTN",)), "fp8", "the attention backend TRITON_ATTN with a fp8 cache is not known"),
         (
-            Probe("cpu", ("CPU_ATTN", "MAMBA2_ATTN"), ("MAMBA2_ATTN",)),
+            Probe("cpu", ("CPU_ATTN", "GDN_ATTN")),
             "auto",
-            r"layers of this model keep a state \(MAMBA2_ATTN\), which kvx cannot hand off yet",
+            "the attention backend GDN_ATTN with a auto cache is not known",
         ),
     ],
 )

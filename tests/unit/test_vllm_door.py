@@ -54,7 +54,7 @@ def prefilled(monkeypatch: pytest.MonkeyPatch, secret: str | None = KEY) -> dict
 
 
 class CacheConfig:
-    transfer_groups = ()
+    transfer_groups = (SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16)),)
 
     def select_transfer_block_ids(self, blocks: list[list[int]]) -> list[list[int]]:
         return blocks

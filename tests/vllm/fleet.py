@@ -159,8 +159,13 @@ class Moved:
     external_tokens: int = 0
 
 
-def require_right(fleet: Fleet, prefill: Running, decode: Running, asks: Sequence[Ask]) -> Moved:
-    """Every answer is the stock server's, every byte was compared, nothing was computed again or kept."""
+def require_right(
+    fleet: Fleet, prefill: Running, decode: Running, asks: Sequence[Ask], *, left_tokens: int = 0
+) -> Moved:
+    """Every answer is the stock server's, every byte was compared, nothing was computed again or kept.
+
+    `left_tokens`: of each prompt, how many decode has to compute itself.
+    """
     expected = fleet.stock_answers(asks)
     before, hits = decode.statuses(), fleet.client.counters(decode.url)
     answers = fleet.hand_off(prefill, decode, asks)
@@ -180,7 +185,7 @@ def require_right(fleet: Fleet, prefill: Running, decode: Running, asks: Sequenc
         moved = Moved(moved.num_bytes + grown["bytes"], moved.num_blocks + grown["blocks"])
     found = fleet.client.counters(decode.url)
     external, local = (found.get(name, 0) - hits.get(name, 0) for name in (EXTERNAL_HITS, LOCAL_HITS))
-    assert external == sum(len(answer.prompt_tokens) for answer in answers) - local > 0
+    assert external == sum(len(answer.prompt_tokens) - left_tokens for answer in answers) - local > 0
     wait_until(lambda: prefill.sums("handoff", "holds") == [0] * prefill.member.ranks)
     assert prefill.sums("handoff", "expired") == [0] * prefill.member.ranks
     return replace(moved, external_tokens=int(external))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from kvx.errors import EngineError
 from kvx.verify.client import Ask
 from kvx.verify.questions import own_problems, own_shots, prompt
 
-from ..models import HEAD_SIZE, LAYERS, make
+from ..models import ARGUMENTS, HEAD_SIZE, LAYERS, make
 from .fleet import CACHE_TOKENS, Fleet, Member, require_right
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -131,6 +132,20 @@ def test_a_head_that_two_ranks_hold_is_read_once(one_kv_head: Fleet, prefill: st
     moved = require_right(one_kv_head, *one_kv_head.get(prefill, decode), asks)
     keys_and_values_bytes = 2 * HEAD_SIZE * 4  # float32
     assert moved.num_bytes == moved.num_blocks * LAYERS * 64 * keys_and_values_bytes > 0
+
+
+@pytest.mark.pairs
+def test_each_rank_hands_off_its_part_of_a_state_and_to_other_parts_none(model: Path, tmp_path: Path) -> None:
+    one = Member(arguments=ARGUMENTS["hybrid"])
+    members = {"two": replace(one, tp_size=2), "two-more": replace(one, tp_size=2), "one": one}
+    with Fleet(make("hybrid", tmp_path), tmp_path, members, stock=one) as fleet:
+        require_right(fleet, *fleet.get("two", "two-more"), questions("states"), left_tokens=1)
+        fleet.stop("two")
+        asks = questions("parts")[:2]
+        right = [answer.tokens for answer in fleet.stock_answers(asks)]
+        alone, two_more = fleet.get("one", "two-more")
+        assert [answer.tokens for answer in fleet.hand_off(alone, two_more, asks)] == right, "computed by decode"
+        assert [status["transfer"]["failures"] for status in two_more.statuses()] == [{"refused": len(asks)}] * 2
 
 
 @pytest.mark.pairs
