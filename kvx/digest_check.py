@@ -131,11 +131,11 @@ def sampled_ranges(request_id: str, owner: GroupGeometry, num_tokens: int) -> li
 
 def sampled_blocks(blocks: Sequence[int], group: GroupGeometry, ranges: Sequence[tuple[int, int]]) -> list[int]:
     """The block list with -1 where a block has no token of `ranges`."""
-    size = group.block_size_tokens
-    return [
-        block if any(start < (position + 1) * size and position * size < end for start, end in ranges) else -1
-        for position, block in enumerate(blocks)
-    ]
+    size, chosen = group.block_size_tokens, [-1] * len(blocks)
+    for start, end in ranges:
+        sampled = slice(start // size, -(-end // size))
+        chosen[sampled] = blocks[sampled]
+    return chosen
 
 
 def _pages(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from itertools import takewhile
 
 from kvx.digest import GroupDigests
@@ -64,6 +65,11 @@ class Hold:
     is_freed: bool = False
     is_awaiting_reuse: bool = False
 
+    @cached_property
+    def distinct_blocks(self) -> frozenset[int]:
+        """Asked for with every change of the metrics, and block lists may be long."""
+        return frozenset(block for group in self.blocks for block in group if block >= 0)
+
     def rewrites(self, other: Hold) -> bool:
         """Whether it surely has content of its own in a block of `other`, in the same layer group.
 
@@ -103,8 +109,8 @@ class HoldTable:
     @property
     def num_blocks_held(self) -> int:
         """Blocks of all holds, each counted once: requests may share a prefix."""
-        kept = [hold for hold in list(self.holds.values()) if not hold.is_freed]
-        return len({block for hold in kept for group in hold.blocks for block in group})
+        kept = [hold.distinct_blocks for hold in list(self.holds.values()) if not hold.is_freed]
+        return len(frozenset().union(*kept))
 
     @property
     def is_being_read(self) -> bool:

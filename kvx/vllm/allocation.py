@@ -116,7 +116,7 @@ def group_geometries(
                 heads=_heads(kind, spec, tp_rank, tp_size, total_kv_heads),
                 dtype=str(getattr(spec, "dtype", _STATE_VIEW)).removeprefix("torch."),
                 sliding_window_tokens=getattr(spec, "sliding_window", None),
-                page_format=_state_format(spec) if kind is AttentionKind.RECURRENT else order.packed_as,
+                page_format=_state_formats(group.kv_cache_spec) if kind is AttentionKind.RECURRENT else order.packed_as,
                 transposed_bytes=content_bytes // 2 if order.has_transposed_keys else 0,
             )
         )
@@ -166,13 +166,17 @@ def _layer_specs(spec: Any) -> Collection[Any]:
     return getattr(spec, "kv_cache_specs", {"": spec}).values()
 
 
-def _state_format(spec: Any) -> str:
-    """What a page holds, which its size alone does not say: `mamba2: float32[35, 192], float32[4, 32, 16]`."""
-    parts = (
-        f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+def _state_formats(spec: Any) -> str:
+    """What the pages of a group hold, which their size does not say: `mamba2: float32[3, 160], float32[4, 32, 16]`."""
+    found = (
+        f"{one.mamba_type.name.lower()}: "
+        + ", ".join(
+            f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+            for shape, dtype in zip(one.shapes, one.dtypes, strict=True)
+        )
+        for one in _layer_specs(spec)
     )
-    return f"{spec.mamba_type.name.lower()}: {', '.join(parts)}"
+    return "; ".join(dict.fromkeys(found))
 
 
 def _cpu_order(isa: str) -> PageOrder:

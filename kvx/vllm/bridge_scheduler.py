@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import EngineError
 from ..handoff import Failure
 from ..ranks import MOST_RANKS
 from ..secret import read_secret
@@ -187,6 +188,8 @@ class BridgeScheduler:
         if num_external_tokens > 0:
             self._pulling[request.request_id] = params
         blocks = self._positions(block_ids, end)
+        if num_external_tokens > 0:
+            self._require_states(request.request_id, blocks)
         self._work.pulls.append(PullWork(request.request_id, remote, blocks, first_token, num_external_tokens))
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
@@ -281,6 +284,15 @@ class BridgeScheduler:
         """Of a prompt, those that come from the prefill side where nothing is cached here."""
         return max(0, int(request.num_prompt_tokens) - self._left_tokens)
 
+    def _require_states(self, request_id: str, blocks: Sequence[Sequence[int]]) -> None:
+        """EngineError: no block for a state. Nothing would be brought then, and nobody would miss it."""
+        for group, scratch in zip(blocks, self._scratch_blocks, strict=True):
+            if scratch is not None and (not group or group[-1] == ABSENT):
+                raise EngineError(
+                    f"vLLM has given request {request_id} no block for a state, so kvx cannot load it: run this model "
+                    "without the bridge"
+                )
+
     def _positions(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[tuple[int, ...], ...]:
         """Block lists of the transferable groups, by position; vLLM's null block is where a window has moved on.
 
@@ -307,6 +319,8 @@ def _leave_last_token(request: Any) -> None:
     """
     if request.num_prompt_tokens < 2 or request.get_skip_reading_prefix_cache():
         return  # decode loads nothing of it
+    if request.resumable:
+        return  # more of its prompt is to come behind this token
     for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
         prompt = getattr(request, name)
         if prompt is not None:

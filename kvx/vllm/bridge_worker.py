@@ -15,6 +15,7 @@ from ..cache import CacheState, RegionUser
 from ..connector import Connector
 from ..curve import read_curve
 from ..errors import CacheStateError, ConnectorError, KVXError, MalformedParams
+from ..geometry import GroupGeometry
 from ..handoff import CacheFollower, EngineInfo, Failure, HandoffWorker, Pull, Waiting
 from ..layout import KVCacheLayout, require_block_compact
 from ..offload import HostPool
@@ -27,6 +28,7 @@ from .bridge_offload import OffloadWork, RankReport
 from .bridge_scheduler import HoldWork, PullWork, RemotePrefill, StepWork, WaitWork
 from .log import log_as_vllm
 from .steps import WorkerSteps
+from .tails import clear_tail
 from .worker_side import WorkerSeam, current_seam
 
 logger = logging.getLogger("vllm.kvx")
@@ -61,7 +63,8 @@ class BridgeWorker:
         self._seam: WorkerSeam = current_seam()
         self._connectors: list[Connector] = []
         self._handoff: HandoffWorker | None = None
-        self._total_heads: list[int] = []  # by layer group
+        self._views: Mapping[str, torch.Tensor] = {}
+        self._geometries: tuple[GroupGeometry, ...] = ()
         self._follower: CacheFollower | None = None
         self._offload: OffloadWorker | None = None
         self._offload_counters: Mapping[str, int] = bridge_offload.counters_of(HostPool(), 0)
@@ -100,7 +103,7 @@ class BridgeWorker:
         layout = KVCacheLayout.parse(self._vllm_config.cache_config.kv_cache_layout)
         require_block_compact(layout)
         groups = self._groups(kv_caches)
-        self._total_heads = [group.heads.total for group in groups]
+        self._views, self._geometries = kv_caches, groups
         for connector_class in registry.connector_classes(self._settings.connectors):
             connector = connector_class()
             if isinstance(connector, OffloadConnector) and not self._begin_offload(connector, groups, kv_caches):
@@ -286,6 +289,9 @@ class BridgeWorker:
         try:
             if remote.malformed:
                 raise MalformedParams(remote.malformed)
+            if pull.num_tokens and self._kv_cache_config.needs_kv_cache_zeroing:
+                for group, blocks in zip(self._geometries, pull.blocks, strict=True):
+                    clear_tail(self._views, group, blocks, pull.first_token, pull.first_token + pull.num_tokens)
             self.handoff.pull(replace(asked, shares=self._shares(remote)))
         except KVXError as error:
             if pull.num_tokens:
@@ -318,7 +324,8 @@ class BridgeWorker:
         theirs = remote.tp_size or self._tp_size
         if theirs == self._tp_size:
             return ()
-        return tuple(shares(self._total_heads, self._tp_rank, self._tp_size, theirs))
+        totals = [group.heads.total for group in self._geometries]
+        return tuple(shares(totals, self._tp_rank, self._tp_size, theirs))
 
     @property
     def _tp_rank(self) -> int:
@@ -343,7 +350,7 @@ class BridgeWorker:
             else:
                 user.close()
 
-    def _groups(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    def _groups(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[GroupGeometry, ...]:
         cache = self._seam.require_cache()
         return allocation.group_geometries(
             self._kv_cache_config,

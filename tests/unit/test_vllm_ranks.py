@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_digest import cache
 
 from kvx.errors import KVXError
 from kvx.geometry import HeadRange
 from kvx.handoff import Pull, Waiting
+from kvx.layout import KVCacheLayout
 from kvx.vllm.bridge_scheduler import PullWork, RemotePrefill, WaitWork
 
 # vLLM takes long to import, and warns of things of its own.
@@ -41,8 +43,9 @@ def worker(rank: int, tp_size: int, heads: tuple[int, ...] = (4,), pp_size: int 
     made: Any = object.__new__(BridgeWorker)
     asked = Asked()
     made._vllm_config = SimpleNamespace(parallel_config=parallel)
-    made._kv_cache_config = SimpleNamespace(transfer_groups=heads)
-    made._total_heads, made._tokens_asked, made._refused = list(heads), {}, {}
+    made._kv_cache_config = SimpleNamespace(transfer_groups=heads, needs_kv_cache_zeroing=False)
+    made._geometries = tuple(SimpleNamespace(heads=HeadRange(0, 1, total)) for total in heads)
+    made._tokens_asked, made._refused = {}, {}
     made._handoff = asked
     return made, asked
 
@@ -60,6 +63,21 @@ def pulled(rank: int, tp_size: int, theirs: int | None, heads: tuple[int, ...] =
 
 def read(pull: Pull) -> list[tuple[int, tuple[HeadRange | None, ...], int]]:
     return [(pull.port + share.owner_rank, share.heads, share.claims) for share in pull.shares]
+
+
+@pytest.mark.parametrize("counts_on_zeros", [True, False])
+def test_where_vllm_counts_on_zeros_the_tail_is_zero_before_the_pull_begins(counts_on_zeros: bool) -> None:
+    made, asked = worker(0, 1)
+    made._views, geometry = cache(KVCacheLayout.LBHNC, 8)
+    made._geometries, made._kv_cache_config.needs_kv_cache_zeroing = (geometry,), counts_on_zeros
+    for view in made._views.values():
+        view.fill_(1.0)
+    tails = []
+    asked.pull = lambda _: tails.append(made._views["a"][2, :, 5:].sum().item())  # type: ignore[method-assign]
+    made._pull(PullWork("told", remote(1), (), 0, 0))
+    made._pull(PullWork("r", remote(1), ((1, 2),), 0, 13))
+    assert tails == [2 * 3 * 8, 0 if counts_on_zeros else 2 * 3 * 8]
+    assert made._views["a"].sum().item() == 2 * (16 * 8 - (3 if counts_on_zeros else 0)) * 8
 
 
 @pytest.mark.parametrize("theirs", [2, None])

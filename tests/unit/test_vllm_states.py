@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from test_vllm_door import vllm_config
 
+from kvx.errors import EngineError
 from kvx.vllm import allocation
 from kvx.vllm.bridge_scheduler import ABSENT, NULL_BLOCK, BridgeScheduler
 
@@ -42,7 +43,7 @@ class Request(SimpleNamespace):
             request_id="r", kv_transfer_params=params, num_prompt_tokens=tokens, prompt_token_ids=prompt,
             prompt_embeds=None, prompt_is_token_ids=None, _all_token_ids=prompt.copy(), max_tokens=7,
             num_computed_tokens=0, status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
-            get_skip_reading_prefix_cache=lambda: skips_cache,
+            get_skip_reading_prefix_cache=lambda: skips_cache, resumable=False,
         )  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def test_a_state_of_more_tokens_is_at_another_position_and_never_taken_for_one_o
     """Prefill computes the whole prompt where it must say something of each of its tokens."""
     request = Request(20, {"do_remote_decode": True}, skips_cache=True)
     scheduler.added(request)
-    assert request.num_prompt_tokens == request.num_computed_tokens + 20
+    assert request.num_prompt_tokens == 20
     request.num_computed_tokens = 20
     scheduler.finished(request, [[3, 4], [7]])
     (hold,) = taken(scheduler).holds
@@ -117,9 +118,16 @@ def test_a_state_of_more_tokens_is_at_another_position_and_never_taken_for_one_o
     assert [hold.blocks[1][position] for position in wanted] == [ABSENT]
 
 
-def test_a_request_that_is_not_handed_off_keeps_its_prompt(scheduler: BridgeScheduler) -> None:
-    for params in (None, {}, dict(PARAMS)):
+def test_a_state_without_a_block_is_an_error_and_no_hand_off_of_the_rest(scheduler: BridgeScheduler) -> None:
+    with pytest.raises(EngineError, match="no block for a state"):
+        scheduler.blocks_allocated(Request(20, dict(PARAMS)), [[3, 4], [NULL_BLOCK, 8, 9]], 19)
+    assert taken(scheduler).pulls == []
+
+
+def test_a_request_that_is_not_handed_off_or_has_more_to_come_keeps_its_prompt(scheduler: BridgeScheduler) -> None:
+    for params, resumable in ((None, False), ({}, False), (dict(PARAMS), False), ({"do_remote_decode": True}, True)):
         request = Request(20, params)
+        request.resumable = resumable
         scheduler.added(request)
         assert (request.num_prompt_tokens, len(request._all_token_ids), request.max_tokens) == (20, 20, 7)
 
