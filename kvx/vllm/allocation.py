@@ -147,7 +147,7 @@ def scratch_blocks(kv_cache_config: Any) -> tuple[int | None, ...]:
     None for a group that keeps an entry for each token instead of a state: its spec has no such number.
     """
     return tuple(
-        getattr(next(iter(_layer_specs(group.kv_cache_spec))), "num_speculative_blocks", None)
+        getattr(next(iter(layer_specs(group.kv_cache_spec))), "num_speculative_blocks", None)
         for group in kv_cache_config.transfer_groups
     )
 
@@ -161,7 +161,7 @@ def left_tokens(kv_cache_config: Any) -> int:
     return int(any(scratch is not None for scratch in scratch_blocks(kv_cache_config)))
 
 
-def _layer_specs(spec: Any) -> Collection[Any]:
+def layer_specs(spec: Any) -> Collection[Any]:
     """Of each layer of a group where they have their own, else the one of all."""
     return getattr(spec, "kv_cache_specs", {"": spec}).values()
 
@@ -174,7 +174,7 @@ def _state_formats(spec: Any) -> str:
             f"{str(dtype).removeprefix('torch.')}{list(shape)}"
             for shape, dtype in zip(one.shapes, one.dtypes, strict=True)
         )
-        for one in _layer_specs(spec)
+        for one in layer_specs(spec)
     )
     return "; ".join(dict.fromkeys(found))
 

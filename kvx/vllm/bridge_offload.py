@@ -18,6 +18,7 @@ from typing import Any
 
 from ..offload import Eviction, HostPool, Ticket
 from ..offload_worker import BlockCopy
+from .allocation import layer_specs
 
 logger = logging.getLogger("vllm.kvx")
 
@@ -58,7 +59,7 @@ class RankReport:
 
 def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
     """Why this model cannot be offloaded, in words; empty when it can."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is off, so blocks have no hashes to be found by"
@@ -69,9 +70,7 @@ def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
     if len(kv_cache_config.transfer_groups) != len(groups):
         return "some of its layer groups may not be transferred"
     for group in groups:
-        spec = group.kv_cache_spec
-        specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-        for one in specs:
+        for one in layer_specs(group.kv_cache_spec):
             if type(one) not in (FullAttentionSpec, MLAAttentionSpec):
                 return f"it has layers of {type(one).__name__}, whose blocks do not stand for all tokens before them"
     return ""

@@ -185,11 +185,10 @@ class BridgeScheduler:
             return
         end = self._handed_off_tokens(request)
         first_token = end - num_external_tokens
-        if num_external_tokens > 0:
-            self._pulling[request.request_id] = params
         blocks = self._positions(block_ids, end)
         if num_external_tokens > 0:
             self._require_states(request.request_id, blocks)
+            self._pulling[request.request_id] = params
         self._work.pulls.append(PullWork(request.request_id, remote, blocks, first_token, num_external_tokens))
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
@@ -299,17 +298,17 @@ class BridgeScheduler:
         A state is at the position of the last of the `num_tokens` that it has taken in.
         """
         chosen = self._kv_cache_config.select_transfer_block_ids([list(group) for group in block_ids])
-        lists = (
+        lists = (tuple(ABSENT if block == NULL_BLOCK else block for block in group) for group in chosen)
+        return tuple(
             group if scratch is None else _state_at(group, scratch, num_tokens)
-            for group, scratch in zip(chosen, self._scratch_blocks, strict=True)
+            for group, scratch in zip(lists, self._scratch_blocks, strict=True)
         )
-        return tuple(tuple(ABSENT if block == NULL_BLOCK else block for block in group) for group in lists)
 
 
-def _state_at(group: Sequence[int], scratch: int, num_tokens: int) -> list[int]:
+def _state_at(group: tuple[int, ...], scratch: int, num_tokens: int) -> tuple[int, ...]:
     """vLLM keeps a request's running state in the last block before those for drafts, whatever is before it."""
     blocks = group[: max(1, len(group) - scratch)]
-    return [*[ABSENT] * (num_tokens - 1), blocks[-1]] if blocks and num_tokens else []
+    return (ABSENT,) * (num_tokens - 1) + blocks[-1:] if blocks and num_tokens else ()
 
 
 def _leave_last_token(request: Any) -> None:

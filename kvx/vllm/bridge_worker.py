@@ -65,6 +65,7 @@ class BridgeWorker:
         self._handoff: HandoffWorker | None = None
         self._views: Mapping[str, torch.Tensor] = {}
         self._geometries: tuple[GroupGeometry, ...] = ()
+        self._counts_on_zeros: bool = kv_cache_config.needs_kv_cache_zeroing  # looks at every layer
         self._follower: CacheFollower | None = None
         self._offload: OffloadWorker | None = None
         self._offload_counters: Mapping[str, int] = bridge_offload.counters_of(HostPool(), 0)
@@ -289,7 +290,7 @@ class BridgeWorker:
         try:
             if remote.malformed:
                 raise MalformedParams(remote.malformed)
-            if pull.num_tokens and self._kv_cache_config.needs_kv_cache_zeroing:
+            if pull.num_tokens and self._counts_on_zeros:
                 for group, blocks in zip(self._geometries, pull.blocks, strict=True):
                     clear_tail(self._views, group, blocks, pull.first_token, pull.first_token + pull.num_tokens)
             self.handoff.pull(replace(asked, shares=self._shares(remote)))

@@ -43,7 +43,8 @@ def worker(rank: int, tp_size: int, heads: tuple[int, ...] = (4,), pp_size: int 
     made: Any = object.__new__(BridgeWorker)
     asked = Asked()
     made._vllm_config = SimpleNamespace(parallel_config=parallel)
-    made._kv_cache_config = SimpleNamespace(transfer_groups=heads, needs_kv_cache_zeroing=False)
+    made._kv_cache_config = SimpleNamespace(transfer_groups=heads)
+    made._counts_on_zeros = False
     made._geometries = tuple(SimpleNamespace(heads=HeadRange(0, 1, total)) for total in heads)
     made._tokens_asked, made._refused = {}, {}
     made._handoff = asked
@@ -69,7 +70,7 @@ def read(pull: Pull) -> list[tuple[int, tuple[HeadRange | None, ...], int]]:
 def test_where_vllm_counts_on_zeros_the_tail_is_zero_before_the_pull_begins(counts_on_zeros: bool) -> None:
     made, asked = worker(0, 1)
     made._views, geometry = cache(KVCacheLayout.LBHNC, 8)
-    made._geometries, made._kv_cache_config.needs_kv_cache_zeroing = (geometry,), counts_on_zeros
+    made._geometries, made._counts_on_zeros = (geometry,), counts_on_zeros
     for view in made._views.values():
         view.fill_(1.0)
     tails = []
